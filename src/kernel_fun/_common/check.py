@@ -1,0 +1,79 @@
+"""Argument checks every family words the same way: the argument, what is expected, what was given.
+
+A shape is a string of letters, ``"B T HV K"``; the first tensor that carries a letter binds it.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class ContractError(ValueError, AssertionError):
+    """A shape or value outside the contract. Also an AssertionError: fla raises some of these so."""
+
+
+class ContractTypeError(TypeError, AssertionError):
+    """A dtype or type outside the contract. Also an AssertionError: fla raises some of these so."""
+
+
+def dtype_name(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def is_tensor(name: str, value: Any) -> Tensor:
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        raise ContractTypeError(f"`{name}` must be a torch.Tensor, got {type(value).__name__}")
+    return value
+
+
+def shape(name: str, tensor: Tensor, letters: str, sizes: dict[str, int], note: str = "") -> None:
+    """Check a tensor against its letters, binding those not yet known."""
+    words = letters.split()
+    given = tuple(tensor.shape)
+    for word, size in zip(words, given):
+        sizes.setdefault(word, size)
+    expected = tuple(sizes.get(w, -1) for w in words)
+    if len(words) != len(given) or expected != given:
+        want = ", ".join("?" if e < 0 else str(e) for e in expected)
+        raise ContractError(
+            f"`{name}` must have shape [{', '.join(words)}] = [{want}], got {list(given)}{note}"
+        )
+
+
+def dtype(name: str, tensor: Tensor, allowed: Iterable[Any]) -> None:
+    allowed = tuple(allowed)
+    if tensor.dtype not in allowed:
+        want = " or ".join(dtype_name(d) for d in allowed)
+        raise ContractTypeError(f"`{name}` must be {want}, got {dtype_name(tensor.dtype)}")
+
+
+def same_device(name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
+    if tensor.device != like.device:
+        raise ContractError(
+            f"`{name}` must be on the device of `{like_name}`, {like.device}, got {tensor.device}"
+        )
+
+
+def number(name: str, value: Any) -> float:
+    """A real number as float; a bool or a tensor is refused."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ContractTypeError(f"`{name}` must be a number, got {type(value).__name__}")
+    return float(value)
+
+
+def boundaries(name: str, values: list[int], tokens: int) -> None:
+    """cu_seqlens content: starts at 0, never decreases, ends within the tokens."""
+    if values[0] != 0:
+        raise ContractError(f"`{name}` must start at 0, got {values[0]}")
+    for i in range(1, len(values)):
+        if values[i] < values[i - 1]:
+            raise ContractError(f"`{name}` must not decrease, got {values[i - 1]} then {values[i]} at {i}")
+    if values[-1] > tokens:
+        raise ContractError(f"`{name}` must end within the {tokens} tokens given, got {values[-1]}")

@@ -1,0 +1,121 @@
+"""Every environment variable of the package: name, default, meaning. Read at each call, never cached."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Switch:
+    """One environment variable."""
+
+    name: str
+    default: str
+    meaning: str
+
+    def read(self) -> str:
+        return os.environ.get(self.name, self.default).strip()
+
+    @contextmanager
+    def set(self, value: str) -> Generator[None]:
+        """Hold the variable at a value for a block; what stood there before comes back."""
+        before = os.environ.get(self.name)
+        os.environ[self.name] = value
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[self.name]
+            else:
+                os.environ[self.name] = before
+
+    def on(self) -> bool:
+        return self.read().lower() not in ("", "0", "false", "off", "no")
+
+
+DISABLE = Switch("KERNEL_FUN_DISABLE", "0", "1: no GPU backend of any family serves a call")
+DEBUG = Switch(
+    "KERNEL_FUN_DEBUG",
+    "0",
+    "1: log the whole plan of every new problem and wait for the device after each stage, "
+    "so that a fault names its stage",
+)
+FALLBACK = Switch(
+    "KERNEL_FUN_FALLBACK",
+    "auto",
+    "what serves a CUDA call no GPU backend of ours takes: auto (fla if installed, else eager), "
+    "fla, eager, or error",
+)
+CACHE_DIR = Switch("KERNEL_FUN_CACHE_DIR", "", "directory of compiled kernels; default ~/.cache/kernel-fun")
+KDA_DISABLE = Switch("KERNEL_FUN_KDA_DISABLE", "0", "1: no GPU backend serves chunk_kda")
+KDA_BACKEND = Switch(
+    "KERNEL_FUN_KDA_BACKEND",
+    "auto",
+    "auto, or the one backend that must serve chunk_kda: eager, sm90, sm100, triton or fla; "
+    "an error where it cannot",
+)
+KDA_MIN_CTAS = Switch(
+    "KERNEL_FUN_KDA_MIN_CTAS",
+    "0",
+    "smallest number of value-head columns in flight, B*HV*ceil(V/64) (N for B when packed), "
+    "that a GPU backend of chunk_kda accepts",
+)
+CCONV_DISABLE = Switch("KERNEL_FUN_CCONV_DISABLE", "0", "1: no GPU backend serves causal_conv1d")
+CCONV_BACKEND = Switch(
+    "KERNEL_FUN_CCONV_BACKEND",
+    "auto",
+    "auto, or the one backend that must serve causal_conv1d: eager, triton or fla",
+)
+
+SWITCHES = (
+    DISABLE,
+    DEBUG,
+    FALLBACK,
+    CACHE_DIR,
+    KDA_DISABLE,
+    KDA_BACKEND,
+    KDA_MIN_CTAS,
+    CCONV_DISABLE,
+    CCONV_BACKEND,
+)
+
+FALLBACKS = ("auto", "fla", "eager", "error")
+
+
+def disabled_by(family: Switch) -> str | None:
+    """Name of the switch that turns the GPU backends of a family off, or None."""
+    for switch in (DISABLE, family):
+        if switch.on():
+            return switch.name
+    return None
+
+
+def forced_backend(switch: Switch, known: tuple[str, ...]) -> str | None:
+    """The backend a switch demands, or None for auto. ValueError for a word that is no backend."""
+    word = switch.read().lower() or "auto"
+    if word == "auto":
+        return None
+    if word not in known:
+        raise ValueError(f"{switch.name} must be auto or one of {', '.join(known)}, got {word!r}")
+    return word
+
+
+def fallback() -> str:
+    """The fallback policy; ValueError for an unknown word. ``1`` and ``0`` mean auto and error."""
+    word = FALLBACK.read().lower() or "auto"
+    word = {"1": "auto", "0": "error"}.get(word, word)
+    if word not in FALLBACKS:
+        raise ValueError(f"{FALLBACK.name} must be one of {', '.join(FALLBACKS)}, got {word!r}")
+    return word
+
+
+def integer(switch: Switch) -> int:
+    """An integer switch; ValueError names the variable and what it holds."""
+    word = switch.read()
+    try:
+        return int(word or switch.default)
+    except ValueError:
+        raise ValueError(f"{switch.name} must be an integer, got {word!r}") from None

@@ -1,0 +1,222 @@
+"""Plans: which implementation runs each stage of a call, and why every other one does not.
+
+Pure data and one loop. Nothing here imports torch, so a plan for any device can be made anywhere.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kernel_fun._common import config, support
+from kernel_fun._common.device import Device
+
+BACKENDS = ("sm100", "sm90", "triton", "eager", "fla")
+GPU_BACKENDS = ("sm100", "sm90", "triton")
+WHOLE = "whole call"
+
+Predicate = Callable[[Any, Device], "str | None"]
+
+
+class BackendUnavailable(RuntimeError):
+    """No allowed backend serves the call; the message says why."""
+
+
+def always(problem: Any, device: Device) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Impl:
+    """One implementation of a stage.
+
+    ``target`` is ``module:function`` below the family's ``_kernels`` package; ``when`` returns the
+    reason it cannot take a problem, or None.
+    """
+
+    backend: str
+    target: str
+    needs: str | None = None
+    when: Predicate = always
+
+    def refusal(self, problem: Any, device: Device) -> str | None:
+        """Why this implementation does not run the problem on the device, or None."""
+        if self.backend.startswith("sm") and device.arch != self.backend:
+            where = "cpu" if device.type == "cpu" else f"{device.arch} ({device.name})"
+            return f"tensor on {where}"
+        if self.backend == "triton" and device.type != "cuda":
+            return f"tensor on {device.type}"
+        if self.needs is not None:
+            reason = support.missing(self.needs)
+            if reason is not None:
+                return reason
+        return self.when(problem, device)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage: its name, its implementations in order of preference, which calls need it."""
+
+    name: str
+    impls: tuple[Impl, ...]
+    needed: Callable[[Any], bool] = lambda problem: True
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What one stage runs, and the refusal of each candidate that stood before it."""
+
+    stage: str
+    impl: Impl | None
+    rejected: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The decision for one problem.
+
+    ``backend`` is what serves the call: a GPU backend of ours, ``eager`` or ``fla`` (delegated,
+    verbatim). ``reason`` is None when a GPU backend of ours serves it, else why not.
+    """
+
+    family: str
+    problem: Any
+    device: Device
+    backend: str
+    choices: tuple[Choice, ...]
+    reason: str | None
+    fallback: bool
+
+    def load(self, stage: str) -> Callable[..., Any]:
+        """The function that runs a stage."""
+        for choice in self.choices:
+            if choice.stage == stage and choice.impl is not None:
+                module, _, name = choice.impl.target.partition(":")
+                full = f"kernel_fun.{self.family}._kernels.{module}"
+                return getattr(importlib.import_module(full), name)
+        raise KeyError(f"{self.family}: stage {stage!r} is not in the plan for {self.problem}")
+
+    def __str__(self) -> str:
+        lines = [f"kernel-fun {self.family}: {self.problem} on {self.device.arch} ({self.device.name})"]
+        for c in self.choices:
+            what = "-" if c.impl is None else f"{c.impl.backend}  {c.impl.target}"
+            lines.append(f"  {c.stage:<10} {what}")
+            lines.extend(f"  {'':<10}   not {b}: {why}" for b, why in c.rejected)
+        lines.append(f"  served by {self.backend}" + (f": {self.reason}" if self.reason else ""))
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What the environment asks of one family, read once per call."""
+
+    disabled_by: str | None
+    forced: str | None
+    fallback: str
+    forced_by: str = ""
+
+    @staticmethod
+    def read(disable: config.Switch, backend: config.Switch) -> Policy:
+        return Policy(
+            config.disabled_by(disable),
+            config.forced_backend(backend, BACKENDS),
+            config.fallback(),
+            backend.name,
+        )
+
+
+def choose(stage: Stage, refuses: Callable[[Impl], str | None]) -> Choice:
+    """First implementation of a stage that is not refused, and why those before it were."""
+    rejected: list[tuple[str, str]] = []
+    for impl in stage.impls:
+        reason = refuses(impl)
+        if reason is None:
+            return Choice(stage.name, impl, tuple(rejected))
+        rejected.append((impl.backend, reason))
+    return Choice(stage.name, None, tuple(rejected))
+
+
+def resolve(
+    family: str,
+    stages: tuple[Stage, ...],
+    problem: Any,
+    device: Device,
+    policy: Policy,
+    *,
+    gpu_refusal: str | None,
+    fla_refusal: str | None,
+    eager_refusal: str | None,
+) -> Plan:
+    """Decide who serves a problem.
+
+    A GPU backend of ours serves a call only when it has every stage the call needs. Otherwise the
+    whole call goes to one place: eager on a device fla does not run on, else what the fallback
+    policy says. The refusals say why all GPU backends of ours, fla or eager cannot take the call.
+    """
+    needed = tuple(s for s in stages if s.needed(problem))
+
+    def gpu_only(backend: str) -> str | None:
+        if backend not in GPU_BACKENDS:
+            return "not a GPU backend"
+        if policy.forced is not None and policy.forced != backend:
+            return f"{policy.forced_by}={policy.forced}"
+        return f"{policy.disabled_by}=1" if policy.disabled_by else gpu_refusal
+
+    ours = tuple(choose(s, lambda i: gpu_only(i.backend) or i.refusal(problem, device)) for s in needed)
+    if ours and all(c.impl is not None for c in ours):
+        used = {c.impl.backend for c in ours if c.impl is not None}
+        return Plan(family, problem, device, "+".join(sorted(used)), ours, None, False)
+
+    reason = _why_not(ours, needed) if device.type == "cuda" else f"tensor on {device.type}"
+    if policy.forced in GPU_BACKENDS:
+        raise BackendUnavailable(f"{policy.forced_by}={policy.forced} cannot serve {problem}: {reason}")
+
+    def plan(backend: str, fallback: bool) -> Plan:
+        def only(impl: Impl) -> str | None:
+            if impl.backend == backend:
+                return None
+            if impl.backend not in GPU_BACKENDS:
+                return f"served by {backend}"
+            return gpu_only(impl.backend) or impl.refusal(problem, device) or f"not for every stage ({reason})"
+
+        if backend == "eager":
+            choices = tuple(choose(s, only) for s in needed)
+        else:
+            refused = {b: why for s in needed for b, why in choose(s, only).rejected}
+            choices = (Choice(WHOLE, Impl("fla", "fallback"), tuple(refused.items())),)
+        return Plan(family, problem, device, backend, choices, reason, fallback)
+
+    if policy.forced == "fla" or (
+        policy.forced is None and policy.fallback == "fla" and device.type != "cpu"
+    ):
+        asked = f"{policy.forced_by}=fla" if policy.forced else f"{config.FALLBACK.name}=fla"
+        if fla_refusal is not None:
+            raise BackendUnavailable(f"{asked} cannot serve {problem}: {fla_refusal}")
+        return plan("fla", policy.forced is None)
+    if policy.forced == "eager" or device.type != "cuda":
+        if eager_refusal is not None:
+            raise NotImplementedError(f"{family}: {eager_refusal}")
+        return plan("eager", False)
+    if policy.fallback == "error":
+        raise BackendUnavailable(
+            f"{config.FALLBACK.name}=error and no GPU backend of kernel-fun serves {problem}: {reason}"
+        )
+    if policy.fallback == "auto" and fla_refusal is None:
+        return plan("fla", True)
+    if eager_refusal is not None:
+        also = f"; fla: {fla_refusal}" if fla_refusal else ""
+        raise NotImplementedError(f"{family}: {eager_refusal}{also}")
+    return plan("eager", True)
+
+
+def _why_not(ours: tuple[Choice, ...], needed: tuple[Stage, ...]) -> str:
+    """One sentence: the first stage no GPU backend has, and each candidate's refusal."""
+    for choice in ours:
+        if choice.impl is None:
+            gpu = [f"{b}: {why}" for b, why in choice.rejected if b in GPU_BACKENDS]
+            if not gpu:
+                return f"no GPU backend implements {choice.stage}"
+            return f"{choice.stage}: " + "; ".join(gpu)
+    return "no stage is needed" if not needed else "no GPU backend"

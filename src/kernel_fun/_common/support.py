@@ -1,0 +1,107 @@
+"""What is installed, and saying a thing once."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import logging
+import platform
+import threading
+from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeVar, cast
+
+log = logging.getLogger("kernel_fun")
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# What a backend needs, by the name used in dispatch tables: modules that must be importable.
+NEEDS: dict[str, tuple[str, ...]] = {
+    "cute": ("cutlass", "tvm_ffi"),
+    "triton": ("triton",),
+    "fla": ("fla", "triton"),
+}
+EXTRA = {"cute": "cute", "triton": "triton", "fla": "fla"}
+
+_DISTRIBUTIONS = (
+    "torch",
+    "triton",
+    "nvidia-cutlass-dsl",
+    "apache-tvm-ffi",
+    "fla-core",
+    "transformers",
+    "rich",
+    "matplotlib",
+)
+
+
+@cache
+def module_found(name: str) -> bool:
+    """Is a top-level module importable? Asked of the path once per process, never imported."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def missing(need: str) -> str | None:
+    """Reason a need is unmet, or None."""
+    absent = [m for m in NEEDS[need] if not module_found(m)]
+    if not absent:
+        return None
+    return f"{', '.join(absent)} not installed (pip install 'kernel-fun[{EXTRA[need]}]')"
+
+
+def version_of(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def installed_versions() -> dict[str, str | None]:
+    import kernel_fun
+
+    found: dict[str, str | None] = {
+        "kernel-fun": kernel_fun.__version__,
+        "python": platform.python_version(),
+    }
+    found.update({name: version_of(name) for name in _DISTRIBUTIONS})
+    return found
+
+
+_said: set[object] = set()
+_lock = threading.Lock()
+
+
+def log_once(key: object, level: int, message: str) -> None:
+    """Log a message the first time its key is seen in this process."""
+    if key in _said:
+        return
+    with _lock:
+        if key in _said:
+            return
+        _said.add(key)
+    log.log(level, message)
+
+
+def forget_logged() -> None:
+    """Let every ``log_once`` message be said again (tests, a reconfigured logger)."""
+    with _lock:
+        _said.clear()
+
+
+def outside_compiler(function: F) -> F:
+    """Under torch.compile, run a function as it is, at a graph break. Costs nothing otherwise: unlike
+    ``torch.compiler.disable``, decorating does not import the compiler."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function)(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return cast(F, wrapper)
