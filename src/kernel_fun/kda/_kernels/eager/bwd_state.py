@@ -1,0 +1,63 @@
+"""bwd_state: the recurrence over chunks in reverse, after a rescan of the forward's states if need be.
+
+    dv2 = Aqk^T do + (k R) dS               dS: gradient of the state at the chunk's end
+    y   = (A beta)^T dv2
+    dS  = total dS + (scale q E)^T do - (k E)^T y
+
+The last line is one product of [k E; scale q E]^T with [-y; do].
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kernel_fun.kda._kernels.eager import operands
+from kernel_fun.kda._kernels.eager.fwd_state import final_states, heads, initial_states, key_side, scan
+from kernel_fun.kda._kernels.eager.layout import compute_dtype, layout
+from kernel_fun.kda.stages import Intra, ReverseScan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kernel_fun.kda.call import Call
+
+
+def bwd_state(
+    call: Call,
+    intra: Intra,
+    do: Tensor | None,
+    dht: Tensor | None,
+    h: Tensor | None,
+    v_new: Tensor | None,
+) -> ReverseScan:
+    """See :class:`kernel_fun.kda.stages.BwdState`."""
+    if h is None or v_new is None:
+        rescan = scan(call, intra, output=False, keep=True)
+        h, v_new = rescan.h, rescan.v_new
+    assert h is not None
+    assert v_new is not None
+    lay, dtype = layout(call), compute_dtype(call)
+    HV, V = call.v.shape[2:]
+    dh, dv2 = torch.empty_like(h), torch.empty_like(v_new)
+    dh0 = None if call.initial_state is None else h.new_empty((lay.N, *h.shape[1:]))
+    for group in lay.groups(HV):
+        dS = initial_states(call, dht, group, dtype)
+        for block in reversed(group.blocks):
+            x = key_side(lay, call, intra, block.chunks, dtype)
+            ydo = dS.new_zeros(x.kq.shape[0], 2 * lay.BT, V)
+            if do is not None:
+                ydo[:, lay.BT :] = operands.flat(lay.load(do, block.chunks, dtype))
+            dO = ydo[:, lay.BT :]
+            for step in reversed(block.steps):
+                at = heads(step, HV)
+                state = dS[: at.stop - at.start]
+                dh[step.chunks] = state.unflatten(0, (-1, HV))
+                du = torch.bmm(x.kR[at], state).baddbmm_(x.Aqk[at].mT, dO[at])
+                dv2[step.chunks] = du.unflatten(0, (-1, HV))
+                ydo[at, : lay.BT] = torch.bmm(x.Ab[at].mT, du).neg_()
+                state.mul_(x.total[at]).baddbmm_(x.kq[at].mT, ydo[at])
+        if dh0 is not None:
+            dh0[group.sequences] = dS.unflatten(0, (-1, HV))
+    return ReverseScan(dh, dv2, final_states(call, dh0), h, v_new)

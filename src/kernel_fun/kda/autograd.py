@@ -1,0 +1,86 @@
+"""One autograd Function: what is saved, and why nothing else is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from kernel_fun.kda import chain
+from kernel_fun.kda.call import TENSORS, Call
+from kernel_fun.kda.stages import Intra
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kernel_fun._common.plan import Plan
+
+
+class ChunkKDA(torch.autograd.Function):
+    """chunk_kda with its own backward.
+
+    Saved: the caller's tensors, A, Aqk and the reciprocal norms (and the forward's states with
+    ``disable_recompute``). Normalised q and k, the activated gate and beta are rebuilt.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, plan: Plan, *tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        with _no_autocast(call):
+            out = chain.forward(call, plan)
+        ctx.call, ctx.plan = call.without_tensors(), plan
+        i = out.intra
+        ctx.save_for_backward(*tensors, i.A, i.Aqk, i.q_rstd, i.k_rstd, out.h, out.v_new)
+        ctx.set_materialize_grads(False)
+        return out.o, out.ht
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        do, dht = grad_outputs
+        n = len(TENSORS)
+        if do is None and dht is None:
+            return (None,) * (2 + n)
+        saved = ctx.saved_tensors
+        A, Aqk, q_rstd, k_rstd, h, v_new = saved[n:]
+        call = ctx.call.with_tensors(saved[:n])
+        with _no_autocast(call):
+            grads, dh0 = chain.backward(
+                call, ctx.plan, Intra(A, Aqk, q_rstd, k_rstd, None), do, dht, h, v_new
+            )
+        return (None, None, *grads, dh0)
+
+
+def _no_autocast(call: Call) -> torch.autocast:
+    """The op computes in its own dtypes; autocast would narrow its products."""
+    return torch.autocast(call.q.device.type, enabled=False)
+
+
+def run(call: Call, plan: Plan) -> Any:
+    """Forward with or without a graph. (o, final_state), or a 3-tuple with the chunk states."""
+    if plan.problem.needs_grad:
+        return ChunkKDA.apply(call, plan, *call.tensors())
+    with torch.no_grad(), _no_autocast(call):
+        out = chain.forward(call, plan)
+    if not call.return_intermediate_states:
+        return out.o, out.ht
+    return out.o, out.ht, intermediate_states(call, out)
+
+
+def intermediate_states(call: Call, out: chain.Forward) -> Tensor:
+    """h ``[B, ceil(T/BT), HV, K, V]`` dense, ``[1, chunks, HV, K, V]`` packed, in k's dtype and the caller's
+    layout. With ``use_graph``, ceil(T/BT) + max_num_seqs - 1 rows, the last ones 0."""
+    assert out.h is not None
+    h = out.h.to(call.k.dtype)
+    if call.state_v_first:
+        h = h.mT
+    B, T = call.q.shape[:2]
+    if call.cu_seqlens is None:
+        return h.unflatten(0, (B, -(-T // call.BT))).contiguous()
+    if call.use_graph:
+        rows = -(-T // call.BT) + call.cu_seqlens.numel() - 2
+        pad = h.new_zeros((max(0, rows - h.shape[0]), *h.shape[1:]))
+        h = torch.cat((h, pad))
+    return h.unsqueeze(0).contiguous()

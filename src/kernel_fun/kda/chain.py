@@ -1,0 +1,76 @@
+"""The order of the stages and what flows between them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+from kernel_fun._common import config
+from kernel_fun.kda.stages import BwdGrads, BwdState, FwdIntra, FwdState, Grads, Intra
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kernel_fun._common.plan import Plan
+    from kernel_fun.kda.call import Call
+
+
+class Forward(NamedTuple):
+    o: Tensor
+    ht: Tensor | None
+    h: Tensor | None
+    v_new: Tensor | None
+    intra: Intra
+
+
+def forward(call: Call, plan: Plan) -> Forward:
+    """``fwd_intra`` then ``fwd_state``."""
+    fwd_intra = cast(FwdIntra, plan.load("fwd_intra"))
+    fwd_state = cast(FwdState, plan.load("fwd_state"))
+    keep = call.return_intermediate_states or (call.disable_recompute and plan.problem.needs_grad)
+    intra = fwd_intra(call)
+    _settle(call)
+    scan = fwd_state(call, intra, keep=keep)
+    _settle(call)
+    assert scan.o is not None
+    return Forward(scan.o, scan.ht, scan.h, scan.v_new, intra)
+
+
+def backward(
+    call: Call,
+    plan: Plan,
+    intra: Intra,
+    do: Tensor | None,
+    dht: Tensor | None,
+    h: Tensor | None,
+    v_new: Tensor | None,
+) -> tuple[Grads, Tensor | None]:
+    """``bwd_state`` then ``bwd_grads``. Returns the gradients and dh0.
+
+    The partial sums of dA_log and d dt_bias become gradients in the shape and dtype of their inputs.
+    """
+    bwd_state = cast(BwdState, plan.load("bwd_state"))
+    bwd_grads = cast(BwdGrads, plan.load("bwd_grads"))
+    scan = bwd_state(call, intra, do, dht, h, v_new)
+    _settle(call)
+    grads = bwd_grads(call, intra, scan, do)
+    _settle(call)
+    return (
+        grads._replace(
+            dA_log=_reduce(grads.dA_log, call.A_log), ddt_bias=_reduce(grads.ddt_bias, call.dt_bias)
+        ),
+        scan.dh0,
+    )
+
+
+def _reduce(partial: Tensor | None, parameter: Tensor | None) -> Tensor | None:
+    if partial is None or parameter is None:
+        return None
+    return partial.sum(0).reshape(parameter.shape).to(parameter.dtype)
+
+
+def _settle(call: Call) -> None:
+    """Under KERNEL_FUN_DEBUG wait for the device, so that a fault is raised by the stage that made it."""
+    if config.DEBUG.on() and call.q.device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(call.q.device)

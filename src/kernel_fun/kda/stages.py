@@ -1,0 +1,98 @@
+"""The contract of each stage: what it reads, what it returns. One signature, every backend.
+
+Shapes use the letters of docs/kda.md. NT counts all chunks of a call (B*ceil(T/BT) dense, the sum of
+ceil(len/BT) packed, in sequence order); *io* is the dtype q, k and v promote to; states are K-first
+inside, whatever layout the caller asked for. Every stage takes the validated :class:`Call` and rebuilds
+the gate, the normalised q and k and the activated beta from the caller's own tensors.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kernel_fun.kda.call import Call
+
+
+class Intra(NamedTuple):
+    """What the rows of one chunk know of each other."""
+
+    A: Tensor
+    """(I + L)^-1, ``[B, T, HV, BT]`` io."""
+    Aqk: Tensor
+    """scale * q k^T with decay, lower triangular, ``[B, T, HV, BT]`` io."""
+    q_rstd: Tensor | None
+    """1 / sqrt(sum q^2 + 1e-6), ``[B, T, H]`` fp32; None without l2norm."""
+    k_rstd: Tensor | None
+    total: Tensor | None
+    """Decay of a whole chunk, ``[NT, HV, K]`` fp32. None in a backward: rebuilt from g."""
+
+
+class Scan(NamedTuple):
+    """The forward recurrence over chunks."""
+
+    o: Tensor | None
+    """``[B, T, HV, V]`` io; rows outside every sequence are 0. None from a rescan."""
+    ht: Tensor | None
+    """State after the last token, ``[N, HV, K, V]`` fp32 (``[N, HV, V, K]`` if v-first)."""
+    h: Tensor | None
+    """State at the start of each chunk, ``[NT, HV, K, V]``; on request."""
+    v_new: Tensor | None
+    """Value minus what the state already holds, times A and beta, ``[NT, HV, BT, V]``; on request."""
+
+
+class ReverseScan(NamedTuple):
+    """The backward recurrence over chunks."""
+
+    dh: Tensor
+    """Gradient of the state at the end of each chunk, ``[NT, HV, K, V]``."""
+    dv2: Tensor
+    """Gradient of v_new, ``[NT, HV, BT, V]``."""
+    dh0: Tensor | None
+    """Gradient of the initial state, fp32, in its layout; None without one."""
+    h: Tensor
+    v_new: Tensor
+
+
+class Grads(NamedTuple):
+    """Gradients, each in the dtype of its input."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dg: Tensor
+    dbeta: Tensor
+    dA_log: Tensor | None
+    """Per-chunk partial sums, ``[NT, HV]`` fp32; the chain adds them up in order."""
+    ddt_bias: Tensor | None
+    """Per-chunk partial sums, ``[NT, HV, K]`` fp32."""
+
+
+class FwdIntra(Protocol):
+    def __call__(self, call: Call) -> Intra: ...
+
+
+class FwdState(Protocol):
+    def __call__(self, call: Call, intra: Intra, *, keep: bool) -> Scan:
+        """``keep``: return h and v_new as well."""
+        ...
+
+
+class BwdState(Protocol):
+    def __call__(
+        self,
+        call: Call,
+        intra: Intra,
+        do: Tensor | None,
+        dht: Tensor | None,
+        h: Tensor | None,
+        v_new: Tensor | None,
+    ) -> ReverseScan:
+        """``h`` and ``v_new`` None: not kept by the forward, rebuilt here."""
+        ...
+
+
+class BwdGrads(Protocol):
+    def __call__(self, call: Call, intra: Intra, scan: ReverseScan, do: Tensor | None) -> Grads: ...

@@ -1,0 +1,70 @@
+"""Every switch is read per call, and says what it holds when it cannot be used."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from kernel_fun._common import config
+
+
+def test_names_are_unique_and_documented():
+    names = [s.name for s in config.SWITCHES]
+    assert len(set(names)) == len(names)
+    assert all(s.meaning for s in config.SWITCHES)
+
+
+@pytest.mark.parametrize(
+    ("word", "on"), [("1", True), ("yes", True), ("0", False), ("", False), ("off", False)]
+)
+def test_on(monkeypatch, word, on):
+    monkeypatch.setenv(config.DISABLE.name, word)
+    assert config.DISABLE.on() is on
+    assert (config.disabled_by(config.KDA_DISABLE) == config.DISABLE.name) is on
+
+
+def test_family_switch(monkeypatch):
+    monkeypatch.setenv(config.KDA_DISABLE.name, "1")
+    assert config.disabled_by(config.KDA_DISABLE) == config.KDA_DISABLE.name
+    assert config.disabled_by(config.CCONV_DISABLE) is None
+
+
+def test_forced_backend(monkeypatch):
+    assert config.forced_backend(config.KDA_BACKEND, ("eager",)) is None
+    monkeypatch.setenv(config.KDA_BACKEND.name, "Eager")
+    assert config.forced_backend(config.KDA_BACKEND, ("eager",)) == "eager"
+    monkeypatch.setenv(config.KDA_BACKEND.name, "hopper")
+    with pytest.raises(ValueError, match="KERNEL_FUN_KDA_BACKEND must be auto or one of eager, got 'hopper'"):
+        config.forced_backend(config.KDA_BACKEND, ("eager",))
+
+
+def test_fallback(monkeypatch):
+    assert config.fallback() == "auto"
+    for word, meaning in (("1", "auto"), ("0", "error"), ("FLA", "fla"), ("eager", "eager")):
+        monkeypatch.setenv(config.FALLBACK.name, word)
+        assert config.fallback() == meaning
+    monkeypatch.setenv(config.FALLBACK.name, "maybe")
+    with pytest.raises(
+        ValueError, match="KERNEL_FUN_FALLBACK must be one of auto, fla, eager, error, got 'maybe'"
+    ):
+        config.fallback()
+
+
+def test_integer(monkeypatch):
+    monkeypatch.setenv(config.KDA_MIN_CTAS.name, "many")
+    with pytest.raises(ValueError, match="KERNEL_FUN_KDA_MIN_CTAS must be an integer, got 'many'"):
+        config.integer(config.KDA_MIN_CTAS)
+    monkeypatch.setenv(config.KDA_MIN_CTAS.name, "")
+    assert config.integer(config.KDA_MIN_CTAS) == 0
+
+
+def test_set_holds_and_restores(monkeypatch):
+    monkeypatch.delenv(config.DEBUG.name, raising=False)
+    with config.DEBUG.set("1"):
+        assert config.DEBUG.on()
+    assert config.DEBUG.name not in os.environ
+    monkeypatch.setenv(config.DEBUG.name, "0")
+    with pytest.raises(RuntimeError), config.DEBUG.set("1"):  # noqa: PT012
+        raise RuntimeError
+    assert os.environ[config.DEBUG.name] == "0"
