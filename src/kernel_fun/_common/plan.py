@@ -179,36 +179,45 @@ def resolve(
                 return None
             if impl.backend not in GPU_BACKENDS:
                 return f"served by {backend}"
-            return gpu_only(impl.backend) or impl.refusal(problem, device) or f"not for every stage ({reason})"
+            return (
+                gpu_only(impl.backend) or impl.refusal(problem, device) or f"not for every stage ({reason})"
+            )
 
-        if backend == "eager":
-            choices = tuple(choose(s, only) for s in needed)
-        else:
-            refused = {b: why for s in needed for b, why in choose(s, only).rejected}
+        choices = tuple(choose(s, only) for s in needed)
+        if backend == "fla":
+            refused = {b: why for c in choices for b, why in c.rejected}
             choices = (Choice(WHOLE, Impl("fla", "fallback"), tuple(refused.items())),)
         return Plan(family, problem, device, backend, choices, reason, fallback)
 
-    if policy.forced == "fla" or (
-        policy.forced is None and policy.fallback == "fla" and device.type != "cpu"
-    ):
+    return plan(*_elsewhere(family, problem, device, policy, reason, fla_refusal, eager_refusal))
+
+
+def _elsewhere(
+    family: str,
+    problem: Any,
+    device: Device,
+    policy: Policy,
+    reason: str,
+    fla_refusal: str | None,
+    eager_refusal: str | None,
+) -> tuple[str, bool]:
+    """Who serves a call that no GPU backend of ours takes, and whether that is a fallback."""
+    cuda = device.type == "cuda"
+    if policy.forced == "fla" or (policy.forced is None and policy.fallback == "fla" and cuda):
         asked = f"{policy.forced_by}=fla" if policy.forced else f"{config.FALLBACK.name}=fla"
         if fla_refusal is not None:
             raise BackendUnavailable(f"{asked} cannot serve {problem}: {fla_refusal}")
-        return plan("fla", policy.forced is None)
-    if policy.forced == "eager" or device.type != "cuda":
-        if eager_refusal is not None:
-            raise NotImplementedError(f"{family}: {eager_refusal}")
-        return plan("eager", False)
-    if policy.fallback == "error":
+        return "fla", policy.forced is None
+    if policy.forced is None and cuda and policy.fallback == "error":
         raise BackendUnavailable(
             f"{config.FALLBACK.name}=error and no GPU backend of kernel-fun serves {problem}: {reason}"
         )
-    if policy.fallback == "auto" and fla_refusal is None:
-        return plan("fla", True)
+    if policy.forced is None and cuda and policy.fallback == "auto" and fla_refusal is None:
+        return "fla", True
     if eager_refusal is not None:
-        also = f"; fla: {fla_refusal}" if fla_refusal else ""
+        also = f"; fla: {fla_refusal}" if fla_refusal and cuda else ""
         raise NotImplementedError(f"{family}: {eager_refusal}{also}")
-    return plan("eager", True)
+    return "eager", cuda and policy.forced is None
 
 
 def _why_not(ours: tuple[Choice, ...], needed: tuple[Stage, ...]) -> str:

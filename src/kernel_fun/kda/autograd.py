@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from kernel_fun.kda import chain
 from kernel_fun.kda.call import TENSORS, Call
@@ -35,7 +34,6 @@ class ChunkKDA(torch.autograd.Function):
         return out.o, out.ht
 
     @staticmethod
-    @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grad_outputs: Tensor | None
     ) -> tuple[Tensor | None, ...]:
@@ -46,11 +44,29 @@ class ChunkKDA(torch.autograd.Function):
         saved = ctx.saved_tensors
         A, Aqk, q_rstd, k_rstd, h, v_new = saved[n:]
         call = ctx.call.with_tensors(saved[:n])
-        with _no_autocast(call):
+        with torch.no_grad(), _no_autocast(call):
             grads, dh0 = chain.backward(
                 call, ctx.plan, Intra(A, Aqk, q_rstd, k_rstd, None), do, dht, h, v_new
             )
-        return (None, None, *grads, dh0)
+        results = (*grads, dh0)
+        if torch.is_grad_enabled():
+            results = _NoDoubleBackward.apply(len(results), *results, *saved[:n], do, dht)
+        return (None, None, *results)
+
+
+class _NoDoubleBackward(torch.autograd.Function):
+    """Gradients asked for with ``create_graph=True``: as they are, but a backward through them raises."""
+
+    @staticmethod
+    def forward(ctx: Any, n: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        """``tensors``: n gradients, then everything they depend on."""
+        return tuple(None if t is None else t.view_as(t) for t in tensors[:n])
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        raise RuntimeError("chunk_kda has no double backward: its gradients cannot be differentiated again")
 
 
 def _no_autocast(call: Call) -> torch.autocast:

@@ -120,7 +120,7 @@ class Call:
     verbatim: dict[str, Any]
     """The arguments as the caller gave them, for delegation."""
     memo: dict[str, Any] = field(default_factory=dict[str, Any])
-    """What a backend derived from the arguments and its other stages read again (index tables)."""
+    """Plain data that one stage derived and later ones read again; no tensors, for a context keeps it."""
 
     @property
     def BT(self) -> int:

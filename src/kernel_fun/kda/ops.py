@@ -1,4 +1,5 @@
 """The public operations of Kimi Delta Attention."""
+# sizes: the signatures are fla's
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ def chunk_kda(
             in-kernel gate it requires ``lower_bound`` in [-5, 0), as in fla.
         lower_bound: Least log decay of the bounded gate.
         disable_recompute: Keep chunk states and new values for the backward instead of rebuilding them:
-            more memory, less work.
+            more memory, less work, the same bits. The eager backend does so for float32 and float64.
         return_intermediate_states: Also return the state at each chunk's start, in k's dtype
             (``[B, ceil(T/chunk_size), HV, K, V]``, packed ``[1, chunks, HV, K, V]``). Inference mode only.
         state_v_first: All states are ``[..., V, K]``.

@@ -40,7 +40,7 @@ class Scan(NamedTuple):
     h: Tensor | None
     """State at the start of each chunk, ``[NT, HV, K, V]``; on request."""
     v_new: Tensor | None
-    """Value minus what the state already holds, times A and beta, ``[NT, HV, BT, V]``; on request."""
+    """Value minus what the state already holds, times A and beta, ``[B, T, HV, V]``; on request."""
 
 
 class ReverseScan(NamedTuple):
@@ -49,7 +49,7 @@ class ReverseScan(NamedTuple):
     dh: Tensor
     """Gradient of the state at the end of each chunk, ``[NT, HV, K, V]``."""
     dv2: Tensor
-    """Gradient of v_new, ``[NT, HV, BT, V]``."""
+    """Gradient of v_new, ``[B, T, HV, V]``."""
     dh0: Tensor | None
     """Gradient of the initial state, fp32, in its layout; None without one."""
     h: Tensor
@@ -76,7 +76,8 @@ class FwdIntra(Protocol):
 
 class FwdState(Protocol):
     def __call__(self, call: Call, intra: Intra, *, keep: bool) -> Scan:
-        """``keep``: return h and v_new as well."""
+        """``keep``: return h and v_new as well; without ``return_intermediate_states`` a backend may
+        decline, and its backward rebuilds them."""
         ...
 
 

@@ -19,7 +19,7 @@ first token of a sequence without initial state. Nothing cancels. The i = j term
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -32,6 +32,38 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kernel_fun.kda.call import Call
+
+
+class Operands(NamedTuple):
+    """A tile of X chunk-heads, rebuilt from the caller's tensors and the scans."""
+
+    raw_g: Tensor
+    """``[n, HV, BT, K]``."""
+    l: Tensor
+    """``[n, HV, BT, K]``."""
+    a: Tensor
+    """exp(l), 1 past a sequence's end, ``[X, BT, K]``."""
+    q: Tensor
+    k: Tensor
+    b: Tensor
+    """``[X, BT, 1]``."""
+    A: Tensor
+    v: Tensor
+    do: Tensor
+    v_new: Tensor
+    dv2: Tensor
+    S: Tensor
+    dS: Tensor
+
+
+class Raw(NamedTuple):
+    """Gradients of a tile before gate, beta and norm."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dl: Tensor
+    dbeta: Tensor
 
 
 def bwd_grads(call: Call, intra: Intra, scan: ReverseScan, do: Tensor | None) -> Grads:
@@ -49,11 +81,12 @@ def bwd_grads(call: Call, intra: Intra, scan: ReverseScan, do: Tensor | None) ->
         ddt_bias=scan.h.new_empty((lay.NT, HV, K)) if gated and call.dt_bias is not None else None,
     )
     for chunks in lay.tiles(HV):
-        _tile(lay, call, intra, scan, do, chunks, dtype, out)
+        x = _operands(lay, call, intra, scan, do, chunks, dtype)
+        _finish(lay, call, intra, chunks, x, _gradients(call.scale, x), out)
     return out._replace(dbeta=out.dbeta.squeeze(-1))
 
 
-def _tile(
+def _operands(
     lay: Layout,
     call: Call,
     intra: Intra,
@@ -61,65 +94,72 @@ def _tile(
     do: Tensor | None,
     chunks: Index,
     dtype: torch.dtype,
-    out: Grads,
-) -> None:
-    """All gradients of a tile of chunks."""
-    HV, BT = call.v.shape[2], lay.BT
-    H = call.q.shape[2]
-    G = HV // H
+) -> Operands:
     flat = operands.flat
+    G = call.v.shape[2] // call.q.shape[2]
     raw_g = lay.load(call.g, chunks, dtype)
     l = gates.gate_fwd(raw_g, call)
-    a = flat(l.exp() if lay.full else l.exp().masked_fill_(lay.padding(chunks), 1.0))
-    q = operands.normalised(lay, call.q, intra.q_rstd, chunks, G, dtype)
-    k = operands.normalised(lay, call.k, intra.k_rstd, chunks, G, dtype)
-    b = operands.betas(lay, call, chunks, dtype)
-    A = flat(lay.load(intra.A, chunks, dtype))
-    v = flat(lay.load(call.v, chunks, dtype))
-    dO = torch.zeros_like(v) if do is None else flat(lay.load(do, chunks, dtype))
-    S, dS = flat(scan.h[chunks]), flat(scan.dh[chunks])
-    dv2, v_new = flat(scan.dv2[chunks]), flat(scan.v_new[chunks])
+    a = l.exp()
+    v, v_new, dv2 = (flat(lay.load(x, chunks, dtype)) for x in (call.v, scan.v_new, scan.dv2))
+    return Operands(
+        raw_g,
+        l,
+        flat(a if lay.full else a.masked_fill_(lay.padding(chunks), 1.0)),
+        operands.normalised(lay, call.q, intra.q_rstd, chunks, G, dtype),
+        operands.normalised(lay, call.k, intra.k_rstd, chunks, G, dtype),
+        operands.betas(lay, call, chunks, dtype),
+        flat(lay.load(intra.A, chunks, dtype)),
+        v,
+        torch.zeros_like(v) if do is None else flat(lay.load(do, chunks, dtype)),
+        v_new,
+        dv2,
+        flat(scan.h[chunks]),
+        flat(scan.dh[chunks]),
+    )
 
+
+def _gradients(scale: float, x: Operands) -> Raw:
+    """The chunk algebra of the module's docstring."""
+    q, k, a, A = x.q, x.k, x.a, x.A
+    n = q.shape[1]
     # between chunks: contraction over V
-    dAqk = torch.bmm(dO, v_new.mT).mul_(call.scale).tril_()
-    dq, dw = torch.bmm(dO, S.mT), torch.bmm(dv2, S.mT).neg_()
+    dAqk = torch.bmm(x.do, x.v_new.mT).mul_(scale).tril_()
     E, R = whole(a.clone(), torch.ones_like(a))
-    dq.mul_(E).mul_(call.scale)
-    ck = torch.bmm(v_new, dS.mT).mul_(R)
-    dl = (S * dS).sum(-1).mul_(E[:, -1]).unsqueeze(1).repeat(1, BT, 1)
-    dl.baddbmm_(_earlier(a, BT), k * ck)
-
-    # through A, within a chunk
-    dM = torch.bmm(dv2, v.mT).baddbmm_(dw, (k * E).mT)
-    dAkk = torch.bmm(A.mT, torch.bmm(dM.mul_(b.mT).tril_(-1), A.mT)).tril_(-1).neg_()
-    y, rk = torch.bmm(A.mT, dv2), torch.bmm(A.mT, dw).mul_(E)
-
-    bk = b * k
-    dl.baddbmm_(_later(a, BT), torch.addcmul(q * dq, bk, rk))
-
-    # within a chunk: sweeps over the levels, on top of what is there
+    dq, dw = torch.bmm(x.do, x.S.mT).mul_(E).mul_(scale), torch.bmm(x.dv2, x.S.mT).neg_()
+    ck = torch.bmm(x.v_new, x.dS.mT).mul_(R)
+    dl = (x.S * x.dS).sum(-1).mul_(E[:, -1]).unsqueeze(1).repeat(1, n, 1)
+    dl.baddbmm_(_earlier(a, n), k * ck)
+    # through A
+    dM = torch.bmm(x.dv2, x.v.mT).baddbmm_(dw, (k * E).mT)
+    dAkk = torch.bmm(A.mT, torch.bmm(dM.mul_(x.b.mT).tril_(-1), A.mT)).tril_(-1).neg_()
+    y, rk = torch.bmm(A.mT, x.dv2), torch.bmm(A.mT, dw).mul_(E)
+    bk = x.b * k
+    dl.baddbmm_(_later(a, n), torch.addcmul(q * dq, bk, rk))
+    # within the chunk: sweeps over the levels, on top of what is there
     sweeps(dAqk, dAkk, q, k, bk, a, R.fill_(1.0), dq, rk, ck, dl)
-
-    dbeta = (y * v).sum(-1, keepdim=True) + (rk * k).sum(-1, keepdim=True)
-    dk = ck.addcmul_(b, rk)
+    dbeta = (y * x.v).sum(-1, keepdim=True) + (rk * k).sum(-1, keepdim=True)
+    dk = ck.addcmul_(x.b, rk)
     on_diagonal = dAqk.diagonal(dim1=1, dim2=2).unsqueeze(-1)
-    dq.addcmul_(on_diagonal, k)
-    dk.addcmul_(on_diagonal, q)
+    return Raw(dq.addcmul_(on_diagonal, k), dk.addcmul_(on_diagonal, q), y.mul_(x.b), dl, dbeta)
 
-    dl = dl.unflatten(0, (-1, HV))
+
+def _finish(lay: Layout, call: Call, intra: Intra, chunks: Index, x: Operands, raw: Raw, out: Grads) -> None:
+    """Gate, beta and norm backward, the sum over grouped heads, and the stores."""
+    H, HV = call.q.shape[2], call.v.shape[2]
+    G = HV // H
+    dq, dk, dv, dl, dbeta = (grad.unflatten(0, (-1, HV)) for grad in raw)
     if not lay.full:
         dl.masked_fill_(lay.padding(chunks), 0.0)
-    dg, dA_log, ddt_bias = gates.gate_bwd(raw_g, l, dl, call)
-
-    per_chunk = lambda x: x.unflatten(0, (-1, HV))  # noqa: E731
-    lay.store(out.dv, chunks, per_chunk(y * b))
+    dg, dA_log, ddt_bias = gates.gate_bwd(x.raw_g, x.l, dl, call)
+    raw_b = operands.vector(lay, call.beta, chunks, x.q.dtype)
+    lay.store(out.dv, chunks, dv)
     lay.store(out.dg, chunks, dg)
-    raw_b = operands.vector(lay, call.beta, chunks, dtype)
-    lay.store(out.dbeta, chunks, gates.beta_bwd(raw_b, per_chunk(dbeta), call.beta_mode))
-    for grad, y_, rstd, into in ((dq, q, intra.q_rstd, out.dq), (dk, k, intra.k_rstd, out.dk)):
-        dx = per_chunk(grad).unflatten(1, (H, G)).sum(2) if G > 1 else per_chunk(grad)
-        if rstd is not None:
-            dx = gates.norm_bwd(per_chunk(y_)[:, ::G], operands.vector(lay, rstd, chunks, dtype), dx)
+    lay.store(out.dbeta, chunks, gates.beta_bwd(raw_b, dbeta, call.beta_mode))
+    for grad, y, r, into in ((dq, x.q, intra.q_rstd, out.dq), (dk, x.k, intra.k_rstd, out.dk)):
+        dx = grad.unflatten(1, (H, G)).sum(2) if G > 1 else grad
+        if r is not None:
+            y = y.unflatten(0, (-1, HV))[:, ::G]
+            dx = gates.norm_bwd(y, operands.vector(lay, r, chunks, y.dtype), dx)
         lay.store(into, chunks, dx)
     if out.dA_log is not None and dA_log is not None:
         out.dA_log[chunks] = dA_log

@@ -40,7 +40,7 @@ def bwd_state(
     assert v_new is not None
     lay, dtype = layout(call), compute_dtype(call)
     HV, V = call.v.shape[2:]
-    dh, dv2 = torch.empty_like(h), torch.empty_like(v_new)
+    dh, dv2 = torch.empty_like(h), lay.output(call.q, HV, V, dtype)
     dh0 = None if call.initial_state is None else h.new_empty((lay.N, *h.shape[1:]))
     for group in lay.groups(HV):
         dS = initial_states(call, dht, group, dtype)
@@ -49,15 +49,15 @@ def bwd_state(
             ydo = dS.new_zeros(x.kq.shape[0], 2 * lay.BT, V)
             if do is not None:
                 ydo[:, lay.BT :] = operands.flat(lay.load(do, block.chunks, dtype))
-            dO = ydo[:, lay.BT :]
+            dO, du = ydo[:, lay.BT :], ydo.new_empty(x.kq.shape[0], lay.BT, V)
             for step in reversed(block.steps):
                 at = heads(step, HV)
                 state = dS[: at.stop - at.start]
                 dh[step.chunks] = state.unflatten(0, (-1, HV))
-                du = torch.bmm(x.kR[at], state).baddbmm_(x.Aqk[at].mT, dO[at])
-                dv2[step.chunks] = du.unflatten(0, (-1, HV))
-                ydo[at, : lay.BT] = torch.bmm(x.Ab[at].mT, du).neg_()
+                torch.baddbmm(torch.bmm(x.Aqk[at].mT, dO[at]), x.kR[at], state, out=du[at])
+                ydo[at, : lay.BT] = torch.bmm(x.Ab[at].mT, du[at]).neg_()
                 state.mul_(x.total[at]).baddbmm_(x.kq[at].mT, ydo[at])
+            lay.store(dv2, block.chunks, du.unflatten(0, (-1, HV)))
         if dh0 is not None:
             dh0[group.sequences] = dS.unflatten(0, (-1, HV))
     return ReverseScan(dh, dv2, final_states(call, dh0), h, v_new)

@@ -17,7 +17,7 @@ import torch
 
 from kernel_fun.kda._kernels.eager import operands
 from kernel_fun.kda._kernels.eager.decay import whole
-from kernel_fun.kda._kernels.eager.layout import Group, Index, Layout, Step, compute_dtype, layout
+from kernel_fun.kda._kernels.eager.layout import Group, Index, Layout, Step, compute_dtype, io_dtype, layout
 from kernel_fun.kda.stages import Intra, Scan
 
 if TYPE_CHECKING:
@@ -63,8 +63,13 @@ def heads(step: Step, HV: int) -> slice:
 
 
 def fwd_state(call: Call, intra: Intra, *, keep: bool) -> Scan:
-    """See :class:`kernel_fun.kda.stages.FwdState`."""
-    return scan(call, intra, output=True, keep=keep)
+    """See :class:`kernel_fun.kda.stages.FwdState`.
+
+    States of 16-bit calls are float32 here, twice the size and more exact than a 16-bit copy: they are
+    not kept for the backward, which rebuilds them.
+    """
+    whole_states = call.return_intermediate_states or io_dtype(call) == compute_dtype(call)
+    return scan(call, intra, output=True, keep=keep and whole_states)
 
 
 def scan(call: Call, intra: Intra, *, output: bool, keep: bool) -> Scan:
@@ -75,7 +80,7 @@ def scan(call: Call, intra: Intra, *, output: bool, keep: bool) -> Scan:
     new = call.q.new_empty
     o = lay.output(call.q, HV, V, call.q.dtype) if output else None
     h = new((lay.NT, HV, K, V), dtype=dtype) if keep else None
-    v_new = new((lay.NT, HV, lay.BT, V), dtype=dtype) if keep else None
+    v_new = lay.output(call.q, HV, V, dtype) if keep else None
     wants_ht = output and call.output_final_state
     ht = new((lay.N, HV, K, V), dtype=dtype) if wants_ht else None
     for group in lay.groups(HV):
@@ -83,19 +88,19 @@ def scan(call: Call, intra: Intra, *, output: bool, keep: bool) -> Scan:
         for block in group.blocks:
             x = key_side(lay, call, intra, block.chunks, dtype)
             v = operands.flat(lay.load(call.v, block.chunks, dtype))
-            out = torch.empty_like(v) if output else None
+            vn, out = torch.empty_like(v), torch.empty_like(v) if output else None
             for step in block.steps:
                 at = heads(step, HV)
                 state = S[: at.stop - at.start]
                 if h is not None:
                     h[step.chunks] = state.unflatten(0, (-1, HV))
                 kq_S = torch.bmm(x.kq[at], state)
-                vn = torch.bmm(x.Ab[at], v[at].sub_(kq_S[:, : lay.BT]))
-                if v_new is not None:
-                    v_new[step.chunks] = vn.unflatten(0, (-1, HV))
+                torch.bmm(x.Ab[at], v[at].sub_(kq_S[:, : lay.BT]), out=vn[at])
                 if out is not None:
-                    torch.baddbmm(kq_S[:, lay.BT :], x.Aqk[at], vn, out=out[at])
-                state.mul_(x.total[at]).baddbmm_(x.kR[at].mT, vn)
+                    torch.baddbmm(kq_S[:, lay.BT :], x.Aqk[at], vn[at], out=out[at])
+                state.mul_(x.total[at]).baddbmm_(x.kR[at].mT, vn[at])
+            if v_new is not None:
+                lay.store(v_new, block.chunks, vn.unflatten(0, (-1, HV)))
             if o is not None and out is not None:
                 lay.store(o, block.chunks, out.unflatten(0, (-1, HV)))
         if ht is not None:

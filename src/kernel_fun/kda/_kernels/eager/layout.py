@@ -163,16 +163,16 @@ class Layout:
 
 
 def layout(call: Call) -> Layout:
-    """The chunk table of a call, built once. Packed boundaries are read on the host."""
-    if "eager.layout" not in call.memo:
+    """The chunk table of a call. Packed boundaries are read on the host, once."""
+    if "eager.bounds" not in call.memo:
         B, T = call.q.shape[:2]
         if call.cu_seqlens is None:
             bounds = [(b * T, T) for b in range(B)]
         else:
             cu = (call.cu_seqlens if call.cu_seqlens_cpu is None else call.cu_seqlens_cpu).tolist()
             bounds = [(a, b - a) for a, b in zip(cu, cu[1:])]
-        call.memo["eager.layout"] = Layout(bounds, call.BT, call.q.device)
-    return call.memo["eager.layout"]
+        call.memo["eager.bounds"] = bounds
+    return Layout(call.memo["eager.bounds"], call.BT, call.q.device)
 
 
 def compute_dtype(call: Call) -> torch.dtype:
