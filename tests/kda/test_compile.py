@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernel_fun._common.support import outside_compiler
+from kernel_fun._common.compiler import outside_compiler
 from kernel_fun.kda import chunk_kda
 from kernel_fun.testing import make_inputs
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import importlib.util
 import logging
 import platform
 import threading
-from collections.abc import Callable
 from functools import cache
-from typing import Any, TypeVar, cast
 
 log = logging.getLogger("kernel_fun")
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 # What a backend needs, by the name used in dispatch tables: modules that must be importable.
 NEEDS: dict[str, tuple[str, ...]] = {
@@ -90,18 +85,3 @@ def forget_logged() -> None:
     """Let every ``log_once`` message be said again (tests, a reconfigured logger)."""
     with _lock:
         _said.clear()
-
-
-def outside_compiler(function: F) -> F:
-    """Under torch.compile, run a function as it is, at a graph break. Costs nothing otherwise: unlike
-    ``torch.compiler.disable``, decorating does not import the compiler."""
-
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        import torch
-
-        if torch.compiler.is_compiling():
-            return torch.compiler.disable(function)(*args, **kwargs)
-        return function(*args, **kwargs)
-
-    return cast(F, wrapper)

@@ -13,7 +13,7 @@ import torch
 
 from kernel_fun._common import compat
 from kernel_fun._common import device as devices
-from kernel_fun._common.support import outside_compiler
+from kernel_fun._common.compiler import outside_compiler
 from kernel_fun.kda import autograd, dispatch, fallback
 from kernel_fun.kda.call import ContractError, bind
 

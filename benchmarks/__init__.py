@@ -1,0 +1,1 @@
+"""Shapes, inputs and floors of what is benchmarked, and the records in `results/`."""

@@ -1,0 +1,297 @@
+"""The command line: every command plain and as JSON, with rich and without, and its refusals."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from kernel_fun import cli, kda
+from kernel_fun._cli import check, explain, info, screen
+from kernel_fun._common import config, device
+from kernel_fun._common.plan import BACKENDS
+from kernel_fun.bench import machine
+from kernel_fun.kda import dispatch
+from kernel_fun.kda.call import Problem
+
+Capture = pytest.CaptureFixture[str]
+
+
+def as_json(capsys: Capture, *arguments: str, status: int = 0) -> Any:
+    assert cli.main([*arguments, "--json"]) == status
+    return json.loads(capsys.readouterr().out)
+
+
+def as_text(capsys: Capture, *arguments: str, status: int = 0) -> str:
+    assert cli.main([*arguments]) == status
+    return capsys.readouterr().out
+
+
+class TestInfo:
+    def test_json(self, capsys: Capture) -> None:
+        data = as_json(capsys, "info")
+        assert data["versions"]["torch"] == torch.__version__
+        assert data["devices"][0]["device"] == "cpu"
+        assert [b["backend"] for b in data["backends"]] == list(BACKENDS)
+        for backend in data["backends"]:
+            assert backend["available"] is (backend["reason"] is None)
+        assert {s["name"] for s in data["switches"]} == {s.name for s in config.SWITCHES}
+
+    def test_plain(self, capsys: Capture) -> None:
+        printed = as_text(capsys, "info")
+        for wanted in ("versions", "devices", "backends of chunk_kda", *BACKENDS, "KERNEL_FUN_DISABLE"):
+            assert wanted in printed
+
+    def test_switches_show_their_present_value(
+        self, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("KERNEL_FUN_KDA_MIN_CTAS", "77")
+        switches = {s["name"]: s["value"] for s in as_json(capsys, "info")["switches"]}
+        assert switches["KERNEL_FUN_KDA_MIN_CTAS"] == "77"
+
+    def test_a_backend_needs_its_device_and_its_packages(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        cpu = [{"device": "cpu", "arch": "cpu"}]
+        hopper = [*cpu, {"device": "cuda:0", "arch": "sm90"}]
+        assert machine.unavailable("eager", cpu) is None
+        monkeypatch.setattr(machine.support, "missing", lambda need: None)
+        assert machine.unavailable("fla", hopper) is None
+        assert "no CUDA device" in str(machine.unavailable("fla", cpu))
+        monkeypatch.setattr(machine.support, "missing", lambda need: f"{need} not installed")
+        assert machine.unavailable("fla", hopper) == "fla not installed"
+
+
+class TestExplain:
+    MUST_SHOW = (
+        "explain",
+        "--arch",
+        "sm90",
+        "--B",
+        "16",
+        "--T",
+        "8192",
+        "--H",
+        "16",
+        "--K",
+        "128",
+        "--V",
+        "256",
+    )
+
+    def test_every_rejected_candidate_has_a_reason(self, capsys: Capture) -> None:
+        data = as_json(capsys, *self.MUST_SHOW)
+        assert data["device"]["arch"] == "sm90"
+        assert data["problem"]["V"] == 256
+        assert data["stages"]
+        rejected = [r for stage in data["stages"] for r in stage["rejected"]]
+        assert rejected
+        assert all(r["reason"] for r in rejected)
+
+    def test_plain_shows_the_same(self, capsys: Capture) -> None:
+        data = as_json(capsys, *self.MUST_SHOW)
+        printed = as_text(capsys, *self.MUST_SHOW)
+        for stage in data["stages"]:
+            assert stage["stage"] in printed
+            for rejected in stage["rejected"]:
+                assert f"not {rejected['backend']}" in printed
+                assert rejected["reason"] in printed
+        assert f"served by {data['backend']}" in printed
+
+    @pytest.mark.parametrize("arch", device.ARCHS)
+    def test_it_is_the_dispatcher_s_own_answer(self, arch: str, capsys: Capture) -> None:
+        data = as_json(capsys, "explain", "--arch", arch, "--T", "100", "--H", "2", "--K", "64")
+        problem = Problem(
+            1, 100, 2, 2, 64, 64, gate="softplus", beta_mode="sigmoid", l2norm=True, needs_grad=True
+        )
+        plan = explain.as_json(dispatch.plan(problem, device.named(arch)))
+        assert data == json.loads(json.dumps(plan))
+
+    def test_every_flag_reaches_the_problem(self, capsys: Capture) -> None:
+        data = as_json(
+            capsys, "explain", "--arch", "cpu", "--T", "50", "--H", "2", "--HV", "4", "--K", "16",
+            "--V", "24", "--dtype", "float32", "--gate", "bounded", "--beta", "sigmoid2",
+            "--packed", "3", "--chunk-size", "32", "--no-l2norm", "--no-grad", "--initial-state",
+            "--final-state", "--v-first", "--keep",
+        )  # fmt: skip
+        wanted = Problem(
+            1, 50, 2, 4, 16, 24, N=3, dtypes=("float32",) * 5, gate="bounded", beta_mode="sigmoid2",
+            state_v_first=True, has_h0=True, wants_ht=True, keep=True, chunk_size=32,
+        )  # fmt: skip
+        assert data["problem"] == json.loads(json.dumps(wanted.__dict__))
+        assert data["backend"] == "eager"
+
+    @pytest.mark.parametrize(
+        ("flags", "message"),
+        [
+            (("--H", "16", "--HV", "3"), "`--HV` must be a positive multiple of --H = 16, got 3"),
+            (("--K", "300"), "`--K` must be between 1 and 256, got 300"),
+            (("--packed", "4", "--B", "2"), "`--B` must be 1 with --packed, got 2"),
+        ],
+    )
+    def test_contradictions_are_refused(self, flags: tuple[str, ...], message: str, capsys: Capture) -> None:
+        assert cli.main(["explain", *flags]) == 2
+        assert message in capsys.readouterr().err
+        assert as_json(capsys, "explain", *flags, status=2) == {"error": message}
+
+    def test_a_forced_backend_that_cannot_serve_is_an_error(
+        self, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("KERNEL_FUN_KDA_BACKEND", "sm90")
+        assert "KERNEL_FUN_KDA_BACKEND=sm90" in as_json(capsys, "explain", "--arch", "cpu", status=2)["error"]
+
+
+class TestCheck:
+    @pytest.fixture(autouse=True)
+    def only_fp32(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(check, "DTYPES", {"eager": ("float32",)})
+
+    def test_json(self, capsys: Capture) -> None:
+        data = as_json(capsys, "check", "--backend", "eager")
+        assert data["passed"] is True
+        assert data["seconds"] > 0
+        assert len(data["checks"]) == 8
+        for verdict in data["checks"]:
+            assert verdict["passed"]
+            assert 0 < verdict["error"] <= verdict["limit"] == 1e-5
+        gradients = next(v for v in data["checks"] if v["op"] == "chunk_kda")["errors"]
+        assert set(gradients) == {
+            "o", "ht", "dq", "dk", "dv", "dg", "dbeta", "dA_log", "ddt_bias", "dh0",
+        }  # fmt: skip
+
+    def test_plain_finds_a_wrong_gradient(self, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+        right = kda.chunk_kda
+
+        def wrong(*args: Any, v: torch.Tensor, **keywords: Any) -> Any:
+            return right(*args, v=v + 1e-4 * (v.detach() - v), **keywords)  # same value, other gradient
+
+        monkeypatch.setattr(kda, "chunk_kda", wrong)
+        printed = as_text(capsys, "check", "--backend", "eager", status=1)
+        assert "FAIL" in printed
+        assert "dv: relative error 1.0" in printed
+        assert "4 of 8 checks passed" in printed
+
+    def test_a_nan_is_the_worst(self, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(kda, "fused_recurrent_kda", lambda **x: (x["v"] * float("nan"), None))
+        data = as_json(capsys, "check", "--backend", "eager", status=1)
+        bad = [v for v in data["checks"] if not v["passed"]]
+        assert len(bad) == 4
+        assert {v["worst"] for v in bad} == {"o"}
+        assert all("not finite" in v["reason"] for v in bad)
+
+    def test_a_refusal_is_a_failure_with_its_reason(self, capsys: Capture) -> None:
+        data = as_json(capsys, "check", "--backend", "sm100", status=1)
+        assert not data["passed"]
+        assert all("sm100" in v["reason"] for v in data["checks"])
+
+    def test_backends_that_run_here_are_found(self) -> None:
+        assert "eager" in check.available()
+        assert "fla" not in check.available()
+
+    def test_threads_are_restored(self) -> None:
+        torch.set_num_threads(2)
+        with check.one_thread():
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 2
+
+
+class TestWarmup:
+    def test_it_reports_seconds(self, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+        given: dict[str, Any] = {}
+        monkeypatch.setattr(kda, "warmup", lambda **x: given.update(x) or 1.25)
+        data = as_json(capsys, "warmup", "--K", "64", "--V", "128", "--HV", "8", "--dtype", "float16",
+                       "--device", "cuda:0", "--no-l2norm")  # fmt: skip
+        assert data["seconds"] == 1.25
+        assert given == {
+            "K": 64, "V": 128, "HV": 8, "dtype": torch.float16, "device": "cuda:0",
+            "use_qk_l2norm": False, "use_gate_in_kernel": True,
+        }  # fmt: skip
+        assert "1.2 s" in as_text(capsys, "warmup")
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device to warm")
+    def test_nothing_warmed_is_a_failure(self, capsys: Capture) -> None:
+        assert "nothing warmed" in as_json(capsys, "warmup", status=1)["error"]
+        assert "nothing warmed" in as_text(capsys, "warmup", status=1)
+
+
+class TestScreen:
+    ROWS = (("a", "1"), ("bbb", "22"))
+
+    def test_plain_columns_line_up(self) -> None:
+        assert screen.plain_table("t", ("name", "n"), self.ROWS, numbers=1).splitlines() == [
+            "t", "name   n", "----  --", "a      1", "bbb   22",
+        ]  # fmt: skip
+
+    def test_rich_draws_the_same_cells(self) -> None:
+        pytest.importorskip("rich")
+        out = io.StringIO()
+        drawn = screen.Screen(out, use_rich=True)
+        assert drawn.console is not None
+        drawn.table("t", ("name", "n"), self.ROWS, numbers=1)
+        drawn.line("done [not markup]", "bold")
+        with drawn.progress("steps", 3) as advance:
+            advance(3, "loss 1.0")
+        text = out.getvalue()
+        for wanted in ("name", "bbb", "22", "done [not markup]"):
+            assert wanted in text
+
+    def test_without_rich_it_is_plain(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ["rich", *(m for m in sys.modules if m.startswith("rich."))]:
+            monkeypatch.setitem(sys.modules, name, None)
+        out = io.StringIO()
+        drawn = screen.Screen(out, use_rich=True)
+        assert drawn.console is None
+        drawn.line("plain", "bold")
+        with drawn.progress("steps", 20) as advance:
+            for step in range(1, 21):
+                advance(step, "x")
+        lines = out.getvalue().splitlines()
+        assert lines[0] == "plain"
+        assert [line.split()[1] for line in lines[1:4]] == ["1/20", "2/20", "4/20"]
+        assert lines[-1].startswith("steps 20/20")
+
+    def test_json_is_silent(self) -> None:
+        silent = screen.Screen(None)
+        silent.line("x")
+        silent.table("t", ("a",), [("b",)])
+        with silent.progress("p", 1) as advance:
+            advance(1, "x")
+
+    def test_a_pipe_gets_plain_text(self) -> None:
+        assert screen.Screen(io.StringIO()).console is None
+
+
+class TestMain:
+    def test_help_is_quick_and_loads_no_torch(self) -> None:
+        code = (
+            "import sys\nfrom kernel_fun.cli import main\n"
+            "try:\n    main(['--help'])\nexcept SystemExit as end:\n"
+            "    assert end.code == 0\n"
+            "assert 'torch' not in sys.modules and 'rich' not in sys.modules\n"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        for command in cli.COMMANDS:
+            assert command in done.stdout
+
+    def test_module_runs_as_a_command(self) -> None:
+        command = [sys.executable, "-m", "kernel_fun", "info", "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert json.loads(done.stdout)["versions"]["torch"] == torch.__version__
+
+    def test_an_interrupt_is_quiet(self, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+        def interrupted(*drawn: object) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(info, "_show", interrupted)
+        assert cli.main(["info"]) == 130
+        assert capsys.readouterr().err == "kernel-fun info: interrupted\n"
+
+    @pytest.mark.parametrize("command", cli.COMMANDS)
+    def test_every_command_has_json_and_help(self, command: str, capsys: Capture) -> None:
+        with pytest.raises(SystemExit) as end:
+            cli.main([command, "--help"])
+        assert end.value.code == 0
+        assert "--json" in capsys.readouterr().out
