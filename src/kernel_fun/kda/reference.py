@@ -28,6 +28,7 @@ Decays enter as products of a_t = exp l_t, never as differences of sums, so l = 
 no special case.
 """
 
+# sizes: one function takes every keyword of the operation
 from __future__ import annotations
 
 from itertools import pairwise
