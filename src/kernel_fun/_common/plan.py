@@ -6,8 +6,10 @@ Pure data and one loop. Nothing here imports torch, so a plan for any device can
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from kernel_fun._common import config, support
@@ -218,6 +220,29 @@ def _elsewhere(
         also = f"; fla: {fla_refusal}" if fla_refusal and cuda else ""
         raise NotImplementedError(f"{family}: {eager_refusal}{also}")
     return "eager", cuda and policy.forced is None
+
+
+def announce(plan: Plan, op: str) -> None:
+    """Say once per process and kind of problem who serves an operation, before its first launch.
+
+    INFO when one of our backends was asked for, WARNING with the reason when the call ends up elsewhere.
+    Under KERNEL_FUN_DEBUG the whole plan is logged too.
+    """
+    key = (op, _kind(plan.problem), plan.device, plan.backend)
+    if config.DEBUG.on():
+        support.log_once(("plan", key), logging.INFO, str(plan))
+    where = f"kernel-fun {plan.family}: "
+    if plan.fallback:
+        how = "delegated to fla" if plan.backend == "fla" else "running on eager (slow on a GPU)"
+        support.log_once(key, logging.WARNING, f"{where}{op} {how}: {plan.reason} ({plan.problem})")
+    else:
+        what = f"engaged ({op} on {plan.backend}, {plan.device.name}: {plan.problem})"
+        support.log_once(key, logging.INFO, where + what)
+
+
+@lru_cache(maxsize=4096)
+def _kind(problem: Any) -> Any:
+    return problem.kind
 
 
 def _why_not(ours: tuple[Choice, ...], needed: tuple[Stage, ...]) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 from kernel_fun._common import compat, config, support
 from kernel_fun._common.device import Device
 from kernel_fun._common.plan import Impl, Plan, Policy, Stage, resolve
@@ -44,20 +42,6 @@ def plan_recurrent(problem: Problem, device: Device) -> Plan:
         fla_refusal=fla_refusal(problem, device, compat.FUSED_RECURRENT_KDA),
         eager_refusal=None,
     )
-
-
-def announce(plan: Plan, op: str = "chunk_kda") -> None:
-    """Say once per process and kind of problem who serves it, before the first launch."""
-    key = (op, plan.problem.kind, plan.device, plan.backend)
-    if config.DEBUG.on():
-        support.log_once(("plan", key), logging.INFO, str(plan))
-    if plan.fallback:
-        how = "delegated to fla" if plan.backend == "fla" else "running on eager (slow on a GPU)"
-        message = f"kernel-fun kda: {op} {how}: {plan.reason} ({plan.problem})"
-        support.log_once(key, logging.WARNING, message)
-    else:
-        message = f"kernel-fun kda: engaged ({op} on {plan.backend}, {plan.device.name}: {plan.problem})"
-        support.log_once(key, logging.INFO, message)
 
 
 def _too_few_columns(problem: Problem) -> str | None:

@@ -14,6 +14,7 @@ import torch
 from kernel_fun._common import compat
 from kernel_fun._common import device as devices
 from kernel_fun._common.compiler import outside_compiler
+from kernel_fun._common.plan import announce
 from kernel_fun.kda import autograd, dispatch, fallback
 from kernel_fun.kda.call import ContractError, bind
 
@@ -110,7 +111,7 @@ def chunk_kda(
     plan = dispatch.plan(call.problem(), devices.of(q.device))
     if plan.backend != "fla" and call.unknown:
         raise _unknown_keyword("chunk_kda", call.unknown)
-    dispatch.announce(plan)
+    announce(plan, "chunk_kda")
     if plan.backend == "fla":
         return fallback.chunk_kda(call.verbatim)
     return autograd.run(call, plan)
@@ -163,7 +164,7 @@ def fused_recurrent_kda(
     unknown = tuple(n for n in kwargs if n not in ("transpose_state_layout", "safe_gate"))
     if plan.backend != "fla" and unknown:
         raise _unknown_keyword("fused_recurrent_kda", unknown)
-    dispatch.announce(plan, "fused_recurrent_kda")
+    announce(plan, "fused_recurrent_kda")
     if plan.backend == "fla":
         given = {n: arguments[n] for n in compat.FUSED_RECURRENT_KDA.parameters if n in arguments}
         return fallback.fused_recurrent_kda({**given, **arguments["kwargs"], "beta": beta})

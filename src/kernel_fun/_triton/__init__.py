@@ -1,0 +1,1 @@
+"""Device verbs shared by the Triton kernels of every family."""

@@ -1,0 +1,1 @@
+"""Implementations of the stages, one package per backend."""

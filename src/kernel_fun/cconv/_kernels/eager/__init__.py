@@ -1,0 +1,1 @@
+"""The short convolution in torch, for any device."""
