@@ -65,6 +65,6 @@ def test_set_holds_and_restores(monkeypatch):
         assert config.DEBUG.on()
     assert config.DEBUG.name not in os.environ
     monkeypatch.setenv(config.DEBUG.name, "0")
-    with pytest.raises(RuntimeError), config.DEBUG.set("1"):  # noqa: PT012
+    with pytest.raises(RuntimeError), config.DEBUG.set("1"):
         raise RuntimeError
     assert os.environ[config.DEBUG.name] == "0"

@@ -177,6 +177,15 @@ def test_chunks_restart_at_each_sequence(target: Any) -> None:
     check(target, inputs_for(target, "softplus_random", seqlens=(37, 64)))
 
 
+@pytest.mark.parametrize("seqlens", [(64,), (128, 64), (0, 64, 0), ()], ids=str)
+@pytest.mark.parametrize("tail", [1, 64, 65])
+def test_whole_chunks_before_rows_of_no_sequence(target: Any, seqlens: tuple[int, ...], tail: int) -> None:
+    states = {"initial_state": True, "output_final_state": True}
+    out = check(target, inputs_for(target, "bounded", seqlens=seqlens, tail=tail, **states))
+    for name in ROWS:
+        assert not out[name][:, sum(seqlens) :].any(), name
+
+
 @pytest.mark.parametrize("T", [*range(1, 20), 31, 32, 33, 47, 48, 49, 62, 63, 64, 65, 66, 127, 128, 129])
 def test_every_length(backend: str, T: int) -> None:
     x = make_inputs("bounded", T=T, K=8, V=4, initial_state=True, output_final_state=True)

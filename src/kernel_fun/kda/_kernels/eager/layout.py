@@ -132,11 +132,14 @@ class Layout:
     def load(self, x: Tensor, chunks: Index, dtype: torch.dtype) -> Tensor:
         """A fresh tile ``[n, heads, BT, D]`` of ``x [B, T, heads, D]``; rows past a sequence's end are 0."""
         flat = x.flatten(0, 1)
-        rows = (
-            flat.unflatten(0, (self.NT, self.BT))[chunks] if self.regular else flat[self.rows[chunks]]
-        ).transpose(1, 2)
+        rows = self._chunked(flat)[chunks] if self.regular else flat[self.rows[chunks]]
+        rows = rows.transpose(1, 2)
         tile = torch.empty(rows.shape, dtype=dtype, device=x.device).copy_(rows)
         return tile if self.full else tile.masked_fill_(self.padding(chunks), 0.0)
+
+    def _chunked(self, flat: Tensor) -> Tensor:
+        """The covered rows of a regular call, a chunk each; rows after them belong to no sequence."""
+        return flat[: self.covered].unflatten(0, (self.NT, self.BT))
 
     def padding(self, chunks: Index) -> Tensor:
         """Rows of a tile that lie past a sequence's end, ``[n, 1, BT, 1]``."""
@@ -147,7 +150,7 @@ class Layout:
         flat = out.flatten(0, 1)
         rows = tile.transpose(1, 2)
         if self.regular:
-            flat.unflatten(0, (self.NT, self.BT))[chunks] = rows
+            self._chunked(flat)[chunks] = rows.to(out.dtype)
         elif self.full:
             flat[self.rows[chunks]] = rows.to(out.dtype)
         else:
