@@ -187,6 +187,7 @@ def main() -> None:
     parser.add_argument("--candidate", action="append", choices=names)
     parser.add_argument("--seconds", type=float, default=1.0, help="timing budget of one pass at one shape")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--commit", metavar="ID", help="commit of a clean copy that has no git")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = device.type == "cuda"
@@ -211,6 +212,7 @@ def main() -> None:
             taken.rows.extend(part.rows)
             taken.skipped.extend(part.skipped)
     assert taken is not None
+    taken.made_at(args.commit)
     path = taken.default_path(args.results)
     taken.write(path)
     print(f"wrote {path}")

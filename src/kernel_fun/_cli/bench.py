@@ -32,6 +32,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--cold", action="store_true", help="also time the first call of a fresh process on a GPU")
     add("--out", type=Path, metavar="PATH",
         help="record to write, a .json file or a directory (default: none)")  # fmt: skip
+    add("--commit", metavar="ID", help="commit of a clean copy that has no git, for the record")
     add("--plot", type=Path, metavar="PNG", help="draw bars and a roofline")
     add("--list", action="store_true", help="list the shapes and what each means, measure nothing")
 
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace, screen: Screen) -> tuple[int, dict[str, Any]]:
         runner.Request(
             family=args.family,
             shapes=args.shape or family.DEFAULT[device.type],
-            gates=args.gate or ["softplus_random"],
+            gates=args.gate or list(family.GATES)[:1],
             passes=args.what or family.PASSES,
             dtype=getattr(torch, dtype),
             device=device,
@@ -64,6 +65,7 @@ def run(args: argparse.Namespace, screen: Screen) -> tuple[int, dict[str, Any]]:
         ),
         screen.line,
     )
+    taken.made_at(args.commit)
     _show(taken, screen)
     if args.out is not None:
         path = args.out if args.out.suffix == ".json" else taken.default_path(args.out)

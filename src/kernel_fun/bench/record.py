@@ -64,6 +64,11 @@ class Record:
     rows: list[Row] = field(default_factory=list[Row])
     skipped: list[Skipped] = field(default_factory=list[Skipped])
 
+    def made_at(self, commit: str | None) -> None:
+        """Name the commit of a copy that has no git; a checkout knows its own."""
+        if commit is not None and self.commit == "unknown":
+            self.commit, self.dirty = commit, False
+
     def as_json(self) -> dict[str, Any]:
         """The record as it is written."""
         return asdict(self)
