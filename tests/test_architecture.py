@@ -32,7 +32,5 @@ def test_only_cute_names_the_dsl():
 
 
 def test_every_package_has_a_docstring():
-    bare = [
-        str(p) for p in SRC.rglob("*.py") if not p.read_text().lstrip().startswith(('"""', 'r"""'))
-    ]
+    bare = [str(p) for p in SRC.rglob("*.py") if not p.read_text().lstrip().startswith(('"""', 'r"""'))]
     assert not bare

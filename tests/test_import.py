@@ -7,9 +7,7 @@ import sys
 
 
 def run(code: str, *flags: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *flags, "-c", code], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, *flags, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -32,8 +30,6 @@ def test_family_loads_torch_and_no_more():
 
 
 def test_versions_import_nothing():
-    out = run(
-        "import kernel_fun, sys; v = kernel_fun.versions(); print(v['torch'], 'torch' in sys.modules)"
-    )
+    out = run("import kernel_fun, sys; v = kernel_fun.versions(); print(v['torch'], 'torch' in sys.modules)")
     assert out.split()[1] == "False"
     assert out.split()[0] != "None"

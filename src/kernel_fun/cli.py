@@ -15,7 +15,7 @@ from typing import Any
 import kernel_fun
 from kernel_fun._cli.screen import Screen
 
-COMMANDS = ("info", "explain", "check", "bench", "demo", "warmup")
+COMMANDS = ("info", "explain", "check", "bench", "demo", "warmup", "drift")
 
 #: Exit statuses: what was asked for was measured and is wrong; the request itself is wrong.
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130

@@ -19,6 +19,7 @@ from kernel_fun.testing import (
     assert_close,
     make_upstream,
     poisoned_empty,
+    relative_error,
     run,
 )
 
@@ -112,6 +113,20 @@ def row_of(name: str, x: dict[str, Any], out: Tensor) -> Tolerance:
     return TOLERANCE["kda", name, dtype]
 
 
+def nudged(x: dict[str, Any]) -> dict[str, Any]:
+    """Inputs or upstream gradients changed by up to one rounding: gates as float32, the rest as given."""
+    generator = torch.Generator().manual_seed(0)
+
+    def nudge(name: str, a: Tensor) -> Tensor:
+        size = eps(torch.float32 if name in ("g", "A_log", "dt_bias", "initial_state", "dht") else a.dtype)
+        return a.double() * (1 + size * (torch.rand(a.shape, generator=generator, dtype=torch.float64) - 0.5))
+
+    return {
+        name: nudge(name, a) if isinstance(a, Tensor) and a.is_floating_point() else a
+        for name, a in x.items()
+    }
+
+
 @SETTINGS
 @given(case=cases(), data=st.data())
 def test_chunk_kda_is_the_recurrence(case: Case, data: st.DataObject) -> None:
@@ -127,8 +142,16 @@ def test_chunk_kda_is_the_recurrence(case: Case, data: st.DataObject) -> None:
     with poisoned_empty():
         out = run(chunk_kda, x, **up)
     assert out.keys() == ref.keys()
-    for name in ref:
-        assert_close(name, ref[name], out[name], tolerance=row_of(name, x, out[name]))
+    limits = {name: row_of(name, x, out[name]) for name in ref}
+    if case.dtype != torch.float64:
+        # A gradient of a few numbers may be a small difference of large terms: it is then as uncertain
+        # as its inputs are. Larger tensors average this out, and the table holds for them as it is.
+        moved = run(recurrent, nudged(x), **nudged(up), double=True)
+        for name, limit in limits.items():
+            uncertainty = relative_error(ref[name], moved[name])
+            limits[name] = limit._replace(relative=limit.relative + 4 * uncertainty)
+    for name, limit in limits.items():
+        assert_close(name, ref[name], out[name], tolerance=limit)
     for name, value in before.items():
         assert torch.equal(x[name].nan_to_num(9.0), value.nan_to_num(9.0)), f"{name} was modified"
         gradient = {"A_log": "dA_log", "dt_bias": "ddt_bias", "initial_state": "dh0"}.get(name, f"d{name}")

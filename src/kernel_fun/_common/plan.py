@@ -42,6 +42,8 @@ class Impl:
     target: str
     needs: str | None = None
     when: Predicate = always
+    unverified: str | None = None
+    """Why it may serve only where the environment forces its backend, or None."""
 
     def refusal(self, problem: Any, device: Device) -> str | None:
         """Why this implementation does not run the problem on the device, or None."""
@@ -166,7 +168,11 @@ def resolve(
             return f"{policy.forced_by}={policy.forced}"
         return f"{policy.disabled_by}=1" if policy.disabled_by else gpu_refusal
 
-    ours = tuple(choose(s, lambda i: gpu_only(i.backend) or i.refusal(problem, device)) for s in needed)
+    def ours_refuses(impl: Impl) -> str | None:
+        reason = gpu_only(impl.backend) or impl.refusal(problem, device)
+        return reason or (impl.unverified if policy.forced != impl.backend else None)
+
+    ours = tuple(choose(s, ours_refuses) for s in needed)
     if ours and all(c.impl is not None for c in ours):
         used = {c.impl.backend for c in ours if c.impl is not None}
         return Plan(family, problem, device, "+".join(sorted(used)), ours, None, False)
@@ -181,9 +187,7 @@ def resolve(
                 return None
             if impl.backend not in GPU_BACKENDS:
                 return f"served by {backend}"
-            return (
-                gpu_only(impl.backend) or impl.refusal(problem, device) or f"not for every stage ({reason})"
-            )
+            return ours_refuses(impl) or f"not for every stage ({reason})"
 
         choices = tuple(choose(s, only) for s in needed)
         if backend == "fla":

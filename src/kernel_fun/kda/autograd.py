@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class ChunkKDA(torch.autograd.Function):
     """chunk_kda with its own backward.
 
-    Saved: the caller's tensors, A, Aqk and the reciprocal norms (and the forward's states with
+    Saved: the caller's tensors and what fwd_intra returned (and the forward's states with
     ``disable_recompute``). Normalised q and k, the activated gate and beta are rebuilt.
     """
 
@@ -29,7 +29,7 @@ class ChunkKDA(torch.autograd.Function):
             out = chain.forward(call, plan)
         ctx.call, ctx.plan = call.without_tensors(), plan
         i = out.intra
-        ctx.save_for_backward(*tensors, i.A, i.Aqk, i.q_rstd, i.k_rstd, out.h, out.v_new)
+        ctx.save_for_backward(*tensors, *i, out.h, out.v_new)
         ctx.set_materialize_grads(False)
         return out.o, out.ht
 
@@ -42,12 +42,10 @@ class ChunkKDA(torch.autograd.Function):
         if do is None and dht is None:
             return (None,) * (2 + n)
         saved = ctx.saved_tensors
-        A, Aqk, q_rstd, k_rstd, h, v_new = saved[n:]
+        *intra, h, v_new = saved[n:]
         call = ctx.call.with_tensors(saved[:n])
         with torch.no_grad(), _no_autocast(call):
-            grads, dh0 = chain.backward(
-                call, ctx.plan, Intra(A, Aqk, q_rstd, k_rstd, None), do, dht, h, v_new
-            )
+            grads, dh0 = chain.backward(call, ctx.plan, Intra(*intra), do, dht, h, v_new)
         results = (*grads, dh0)
         if torch.is_grad_enabled():
             results = _NoDoubleBackward.apply(len(results), *results, *saved[:n], do, dht)
@@ -87,16 +85,21 @@ def run(call: Call, plan: Plan) -> Any:
 
 def intermediate_states(call: Call, out: chain.Forward) -> Tensor:
     """h ``[B, ceil(T/BT), HV, K, V]`` dense, ``[1, chunks, HV, K, V]`` packed, in k's dtype and the caller's
-    layout. With ``use_graph``, ceil(T/BT) + max_num_seqs - 1 rows, the last ones 0."""
+    layout. With ``use_graph`` there are ceil(T/BT) + max_num_seqs - 1 rows; those past the last chunk mean
+    nothing. Without it a packed call on a GPU waits for the number of chunks if no cu_seqlens_cpu says it.
+    """
     assert out.h is not None
     h = out.h.to(call.k.dtype)
     if call.state_v_first:
         h = h.mT
     B, T = call.q.shape[:2]
+    bound = -(-T // call.BT)
     if call.cu_seqlens is None:
-        return h.unflatten(0, (B, -(-T // call.BT))).contiguous()
+        return h.unflatten(0, (B, bound)).contiguous()
     if call.use_graph:
-        rows = -(-T // call.BT) + call.cu_seqlens.numel() - 2
-        pad = h.new_zeros((max(0, rows - h.shape[0]), *h.shape[1:]))
-        h = torch.cat((h, pad))
-    return h.unsqueeze(0).contiguous()
+        rows = bound + call.cu_seqlens.numel() - 2
+    else:
+        host = call.cu_seqlens if call.cu_seqlens_cpu is None else call.cu_seqlens_cpu
+        rows = int((host.diff() + call.BT - 1).div(call.BT, rounding_mode="floor").sum())
+    pad = h.new_zeros((max(0, rows - h.shape[0]), *h.shape[1:]))
+    return torch.cat((h[:rows], pad)).unsqueeze(0)

@@ -2,16 +2,62 @@
 
 from __future__ import annotations
 
-from kernel_fun._common import compat, config, support
+from collections.abc import Callable
+
+from kernel_fun._common import compat, config, ledger, support
 from kernel_fun._common.device import Device
-from kernel_fun._common.plan import Impl, Plan, Policy, Stage, resolve
+from kernel_fun._common.plan import Impl, Plan, Policy, Predicate, Stage, resolve
+from kernel_fun.kda import _provenance
 from kernel_fun.kda.call import Problem
 
+
+def hopper(problem: Problem, device: Device) -> str | None:
+    """What the sm90 kernels take."""
+    io = problem.dtypes[:3]
+    if len(set(io)) > 1 or io[0] not in ("bfloat16", "float16"):
+        return f"q, k, v are {', '.join(io)}; kernels take bfloat16 or float16, the same for all three"
+    if "float64" in problem.dtypes:
+        return "g or beta is float64"
+    if problem.K not in (64, 128):
+        return f"K = {problem.K}, kernels are built for 64 and 128"
+    if problem.V < 64 or problem.V % 64:
+        return f"V = {problem.V}, kernels take multiples of 64"
+    if problem.wants_h and problem.chunk_size != 64:
+        return f"states every {problem.chunk_size} tokens are wanted, chunks have 64"
+    if problem.B * problem.T >= MAX_TOKENS:
+        return f"{problem.B * problem.T} tokens, kernels count below {MAX_TOKENS}"
+    return None
+
+
+def hopper_grads(problem: Problem, device: Device) -> str | None:
+    """What the sm90 gradient kernel takes of that."""
+    if problem.dtypes[3] == "float32":
+        return "g is float32, the kernel reads bfloat16 or float16"
+    return hopper(problem, device)
+
+
+MAX_TOKENS = 1 << 31
+"""Token indices are 32-bit; element offsets are 64-bit."""
+
+
+def _stage(name: str, takes: Predicate, needed: Callable[[Problem], bool] = lambda p: True) -> Stage:
+    """A stage: Hopper's kernel, then eager."""
+    unverified = ledger.unverified(_provenance.VERIFIED, name)
+    return Stage(
+        name,
+        (
+            Impl("sm90", f"sm90.stages:{name}", "cute", takes, unverified),
+            Impl("eager", f"eager.{name}:{name}"),
+        ),
+        needed,
+    )
+
+
 STAGES = (
-    Stage("fwd_intra", (Impl("eager", "eager.fwd_intra:fwd_intra"),)),
-    Stage("fwd_state", (Impl("eager", "eager.fwd_state:fwd_state"),)),
-    Stage("bwd_state", (Impl("eager", "eager.bwd_state:bwd_state"),), lambda p: p.needs_grad),
-    Stage("bwd_grads", (Impl("eager", "eager.bwd_grads:bwd_grads"),), lambda p: p.needs_grad),
+    _stage("fwd_intra", hopper),
+    _stage("fwd_state", hopper),
+    _stage("bwd_state", hopper, lambda p: p.needs_grad),
+    _stage("bwd_grads", hopper_grads, lambda p: p.needs_grad),
 )
 RECURRENT = (Stage("recurrent", (Impl("eager", "eager.recurrent:recurrent"),)),)
 

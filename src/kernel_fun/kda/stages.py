@@ -27,7 +27,7 @@ class Intra(NamedTuple):
     """1 / sqrt(sum q^2 + 1e-6), ``[B, T, H]`` fp32; None without l2norm."""
     k_rstd: Tensor | None
     total: Tensor | None
-    """Decay of a whole chunk, ``[NT, HV, K]`` fp32. None in a backward: rebuilt from g."""
+    """Decay of a whole chunk, ``[NT, HV, K]`` fp32; None from a backend that rebuilds it from g."""
 
 
 class Scan(NamedTuple):

@@ -1,0 +1,45 @@
+"""The ledger: which GPU kernels passed the GPU tests, and from which sources they were traced then.
+
+CI has no GPU, so what ran on one is written down. A family's ``_provenance.py`` holds one entry a stage; the
+dispatcher gives a call to a stage without an entry only where the environment forces its backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kernel_fun._common import cache
+
+
+@dataclass(frozen=True)
+class Verified:
+    """One stage that passed."""
+
+    sources: Mapping[str, str]
+    """sha256 of each module the kernel is traced from, by dotted name."""
+    gpu: str
+    utc: str
+    versions: Mapping[str, str]
+
+
+def unverified(entries: Mapping[str, Verified], stage: str) -> str | None:
+    """Why a stage may not serve unasked, or None."""
+    if stage in entries:
+        return None
+    return "compiled, not verified on a GPU as a stage of the operation"
+
+
+def drift(entries: Mapping[str, Verified], kernels: Mapping[str, str]) -> dict[str, list[str]]:
+    """Stages whose sources are not those that passed, and the modules that differ.
+
+    ``kernels``: module of each stage by name. A stage that never passed names all its modules.
+    """
+    found: dict[str, list[str]] = {}
+    for stage, module in kernels.items():
+        now = cache.sources(module)
+        then = entries[stage].sources if stage in entries else {}
+        changed = sorted(n for n in {*now, *then} if now.get(n) != then.get(n))
+        if changed:
+            found[stage] = changed
+    return found

@@ -1,0 +1,1 @@
+"""The CuTe vocabulary of the GPU kernels: the only package that names cutlass internals."""

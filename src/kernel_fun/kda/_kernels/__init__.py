@@ -1,0 +1,1 @@
+"""Kernels of the KDA stages, one package per backend."""

@@ -1,0 +1,1 @@
+"""CuTe kernels for Hopper."""

@@ -1,0 +1,481 @@
+"""bwd_state on Hopper: the recurrence over chunks in reverse.
+
+One CTA walks the chunks of one sequence and value head from the last to the first for BV columns of V, with
+the transposed gradient of the state dS^T [V, K] in fp32 registers. Per chunk of BT = 64 tokens, with qE, kE =
+io(-beta k^ E) and kR of :mod:`operands`, every product accumulated in fp32:
+
+    dh  = io(dS)                            the chunk's output, before its update
+    dv2 = io(Aqk^T do + kR io(dS))          [BT, V]; Aqk, A [BT, BT] io
+    y   = io(A^T dv2)                       [BT, V]
+    dS  = total dS + qE^T do + kE^T y
+
+Everything runs transposed, so that do, the state, dv2 and y are the register A operand (64 rows of V a
+warpgroup). Rows past the end of a sequence: a = 1 and q = k = do = A = Aqk = beta = 0, by selection; their
+dv2 is not stored.
+
+Modes in global memory: q, k, g, A, Aqk (T, D, heads, B); do, dv2 (V, T, heads, B); dh (V, K, heads, NT).
+
+    tiles      BT=64  K  BV=128, or 64 for few chains     grid (V/BV, HV, N) flattened, V tiles adjacent
+    role       warps          does
+    BUILD      0..K/16-1      qE, kE, kR in place
+    STATE      next BV/16     dv2, y, dS; stores dh, dv2; its first warp issues the loads
+    pipe       writer -> readers          holds
+    raw        TMA -> BUILD, STATE        q, k, g of a chunk; freed by STATE
+    built      BUILD -> STATE             the same slots once they hold qE, kR, kE
+    row        TMA -> STATE               do, A, Aqk, total; freed once dv2, staged over do, has left
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import cutlass
+from cutlass import Float32, Int32, const_expr, cute
+from cutlass.cute.nvgpu import cpasync
+
+from kernel_fun._cute import copy, pipe, wgmma
+from kernel_fun._cute.compat import SmemAllocator
+from kernel_fun._cute.compile import Program, jit, symbol
+from kernel_fun._cute.pipe import WARPGROUP, Pipe
+from kernel_fun._cute.tile import (
+    ALIGN_BYTES,
+    SMEM_BYTES,
+    Tile,
+    dims_first,
+    storage,
+    tma_parts,
+    tokens_first,
+    vector,
+)
+from kernel_fun.kda._kernels.sm90.chunk_inputs import (
+    ChunkTensors,
+    check,
+    check_chunk_inputs,
+    chunk_facts,
+    v_tile,
+)
+from kernel_fun.kda._kernels.sm90.operands import BT, ROWS, STATE_BARRIER, Builder, Chain, ScanConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ScanConfig):
+    """Static facts of one compiled kernel."""
+
+    has_do: bool = True
+    has_dht: bool = False
+    want_dh0: bool = False
+
+    @property
+    def row_stages(self) -> int:
+        return 2
+
+    @property
+    def raw_stages(self) -> int:
+        return 3 if self.bytes_with(3) <= SMEM_BYTES else 2
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of the storage, alignment included."""
+        return self.bytes_with(self.raw_stages)
+
+    def bytes_with(self, raw_stages: int) -> int:
+        """Shared memory with so many slots for q, k and g."""
+        io = 2
+        row = self.BV * BT * io + 2 * BT * BT * io
+        barriers = 128
+        small = 4 * (BT * raw_stages + self.K * self.row_stages + 32 * self.build.warps * self.l2norm)
+        tiles = self.raw_bytes * raw_stages + row * self.row_stages + self.BV * self.K * io
+        return tiles + -(-(small + barriers) // ALIGN_BYTES) * ALIGN_BYTES
+
+
+class KdaBwdStateSm90:
+    """The kernel of one config."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = c = config
+        row = c.row_stages
+        self.builder = b = Builder(c, reverse=True)
+        self.io = io = b.io
+        self.A = Tile(io, BT, BT, row)
+        self.At = Tile(io, BT, BT, row, rows_contiguous=True)
+        self.D = Tile(io, c.BV, BT, row, rows_contiguous=True)
+        self.V = Tile(io, ROWS, BT, row * c.holders, rows_contiguous=True)
+        self.H = Tile(io, ROWS, c.K, c.holders, rows_contiguous=True)
+        self.padded = (("A", self.A), *((("do", self.D), ("Aqk", self.A)) if c.has_do else ()))
+        self.Qt = Tile(io, c.K, BT, c.raw_stages, rows_contiguous=True)
+        self.Et = Tile(io, c.K, BT, c.raw_stages, rows_contiguous=True, pitch_bytes=b.G.stage_bytes)
+        row_bytes = self.A.stage_bytes + 4 * c.K
+        if c.has_do:
+            row_bytes += self.D.stage_bytes + self.A.stage_bytes
+        self.row = Pipe(row, c.state, (c.state,), tx_bytes=row_bytes)
+
+    def storage(self) -> Any:
+        c, b = self.config, self.builder
+        return storage(
+            raw=b.raw.field(),
+            built=b.built.field(),
+            row=self.row.field(),
+            total=vector(Float32, c.K * c.row_stages),
+            **b.fields(),
+            do=self.D.field(),
+            A=self.A.field(),
+            Aqk=self.A.field(),
+            dh=self.H.field(),
+        )
+
+    @cute.jit
+    def __call__(
+        self, mQ: cute.Tensor, mK: cute.Tensor, mG: cute.Tensor, mBeta: cute.Tensor, mA: cute.Tensor,
+        mAqk: cute.Tensor, mQr, mKr, mTotal: cute.Tensor, mDo, mDht, mALog, mBias, mCu, mFirst,
+        mDh: cute.Tensor, mDv: cute.Tensor, mDh0, scale: Float32, lower_bound: Float32, stream,
+    ):  # fmt: skip
+        c = self.config
+        self.Storage = self.storage()
+        N = mCu.shape[0] - 1 if const_expr(c.is_packed) else mA.shape[0]
+        T, HV, NV = mA.shape[1], mA.shape[2], mDv.shape[3] // c.BV
+        states = [0, 1, 3, 2] if const_expr(not c.state_v_first) else [0, 1, 2, 3]
+        vk = lambda m: cute.make_tensor(m.iterator, cute.select(m.layout, states))
+        self.kda_bwd_state_sm90(
+            self.builder.atoms(mQ, mK, mG),
+            self.A.loader(tokens_first(mA)),
+            self.A.loader(tokens_first(mAqk)),
+            self.D.loader(dims_first(mDo)) if const_expr(c.has_do) else None,
+            self.H.storer(cute.make_tensor(mDh.iterator, cute.select(mDh.layout, [3, 2, 1, 0]))),
+            self.V.storer(dims_first(mDv)),
+            dims_first(mDv),
+            mBeta,
+            (mQr, mKr),
+            mTotal,
+            vk(mDht) if const_expr(c.has_dht) else None,
+            vk(mDh0) if const_expr(c.want_dh0) else None,
+            (mALog, mBias),
+            (mCu, mFirst),
+            (scale, lower_bound),
+            (T, NV, HV, HV // mQ.shape[2]),
+        ).launch(grid=(NV * HV * N, 1, 1), block=(c.threads, 1, 1), stream=stream, min_blocks_per_mp=1)
+
+    @cute.kernel
+    def kda_bwd_state_sm90(
+        self, raws, tmaA, tmaAqk, tmaDo, tmaDh, tmaDv, rowsDv: cute.Tensor, mBeta: cute.Tensor, mRstds, mTotal, mDht,
+        mDh0, parameters, tables, scalars, sizes,
+    ):  # fmt: skip
+        c = self.config
+        mCu, mFirst = tables
+        T, NV, HV, G = sizes
+        scale, lower_bound = scalars
+        st = SmemAllocator().allocate(self.Storage)
+        rings = self.builder.raw.bind(st.raw), self.builder.built.bind(st.built), self.row.bind(st.row)
+        pipe.start()
+
+        x = cute.arch.block_idx()[0]
+        vt, hv = x % NV, x // NV % HV
+        chain = Chain.of(x // NV // HV, T, mCu, mFirst)
+        warpgroup = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP)
+        entry = pipe.registers_at_entry(c.threads)
+        if warpgroup < c.builders:
+            pipe.take_registers(c.build, entry)
+            self.builder.run(
+                st, rings, self.padded, self.builder.scalars(chain, mBeta, mRstds, hv, G),
+                self.builder.head(parameters, hv, lower_bound), scale, warpgroup, chain.length, chain.NT,
+            )  # fmt: skip
+        else:
+            pipe.take_registers(c.state, entry)
+            half = warpgroup - c.builders
+            tile = vt * c.holders + half
+            rows = [chain.load(*tmaA, hv, self.A, st.A)]
+            if const_expr(c.has_do):
+                gDo = cute.domain_offset((0, chain.start), tmaDo[1][None, None, hv, chain.b])
+                gDo = cute.local_tile(gDo, self.D.shape, (vt, None))
+                rows += [
+                    (tmaDo[0], *tma_parts(tmaDo[0], gDo, self.D.view(st.do))),
+                    chain.load(*tmaAqk, hv, self.A, st.Aqk),
+                ]
+            gTotal = cute.domain_offset((chain.first, 0), mTotal[None, hv, None])
+            sTotal = st.total.get_tensor(cute.make_layout((c.K, c.row_stages)))
+            cols = lambda m: cute.local_tile(
+                cute.domain_offset((0, chain.start), m[None, None, hv, chain.b]), (ROWS, BT), (tile, None)
+            )
+            state = lambda m: cute.local_tile(m[chain.n, hv, None, None], (ROWS, c.K), (tile, 0))
+            gDh = cute.domain_offset((0, 0, chain.first), tmaDh[1][None, None, hv, None])
+            gDh = cute.local_tile(gDh, (ROWS, c.K), (tile, 0, None))
+            dv2 = (
+                tmaDv[0],
+                cols(tmaDv[1]),
+                self.V.view(st.do),
+                cols(rowsDv) if const_expr(c.is_packed) else None,
+            )
+            self.hold(
+                st, rings, (self.builder.loads(chain, raws, st, hv, G), rows, gTotal, sTotal),
+                (tmaDh[0], gDh, self.H.view(st.dh), None), dv2,
+                state(mDht) if const_expr(c.has_dht) else None, state(mDh0) if const_expr(c.want_dh0) else None,
+                half, chain.length, chain.NT,
+            )  # fmt: skip
+
+    @cute.jit
+    def hold(
+        self, st, rings, loads, dh, dv2, gDht, gDh0, half: Int32, length: Int32, NT: Int32,
+    ):  # fmt: skip
+        """STATE: 64 columns of V for the whole sequence, last chunk first. Its first warp issues the loads."""
+        c = self.config
+        raw, built, row = rings
+        tidx = cute.arch.thread_idx()[0] % WARPGROUP
+        leader = cute.arch.make_warp_uniform(tidx // 32) == 0
+        loader = pipe.index_of_warp() == c.state.first_warp
+        mma_k = wgmma.mma(self.io, BT)
+        mma_t = wgmma.mma(self.io, BT, b_rows_contiguous=True)
+        mma_s = wgmma.mma(self.io, c.K, b_rows_contiguous=True)
+        thr_k, thr_t, thr_s = (m.get_slice(tidx) for m in (mma_k, mma_t, mma_s))
+        tCrR = wgmma.operand_b(thr_k, self.builder.Q.view(st.k))
+        tCrA = wgmma.operand_b(thr_t, self.At.view(st.A))
+        tCrAqk = wgmma.operand_b(thr_t, self.At.view(st.Aqk))
+        tCrQ = wgmma.operand_b(thr_s, self.Qt.view(st.q))
+        tCrE = wgmma.operand_b(thr_s, self.Et.view(st.g))
+        acc_S, acc_V = wgmma.accumulator(thr_s, c.K), wgmma.accumulator(thr_t, BT)
+        rS, rV, rD = (wgmma.operand_a(thr_k, n) for n in (c.K, BT, BT))
+        rSc = wgmma.as_accumulator(rS, acc_S)
+        rVc, rDc = wgmma.as_accumulator(rV, acc_V), wgmma.as_accumulator(rD, acc_V)
+
+        load = copy.load_transposed(mma_t, self.io, tidx)
+        tDsD, tDrD = load.partition_S(self.V.view(st.do)), load.retile(rDc)
+        put_t = copy.store_transposed(mma_t, self.io, tidx)
+        put_s = copy.store_transposed(mma_s, self.io, tidx)
+        tTsT = wgmma.columns(thr_s, loads[3], c.K, c.row_stages)
+        total = cute.make_rmem_tensor((2, c.K // 8), Float32)
+
+        load_raw, load_row = raw.write_cursor(), row.write_cursor()
+        if loader:
+            for i in cutlass.range(cutlass.min(NT, c.raw_stages), unroll=1):
+                self.load_raw(raw, load_raw, loads, NT - 1 - i)
+                load_raw.advance()
+                if i < c.row_stages:
+                    self.load_row(row, load_row, loads, NT - 1 - i)
+                    load_row.advance()
+        if const_expr(c.has_dht):
+            cute.autovec_copy(thr_s.partition_C(gDht), acc_S)
+        else:
+            acc_S.fill(0.0)
+        at_raw, at_row = raw.read_cursor(), row.read_cursor()
+        for i in cutlass.range(NT, unroll=1):
+            n = NT - 1 - i
+            r, j = at_raw.index, at_row.index
+            own = j * c.holders + half
+            row.wait_full(at_row)
+            built.wait_full(at_raw)
+            # dv2 = Aqk^T do + kR dS
+            if const_expr(c.has_do):
+                cute.copy(load, tDsD[None, None, None, own], tDrD)
+            wgmma.round_to(rS, acc_S)
+            wgmma.fence()
+            if const_expr(c.has_do):
+                wgmma.gemm(mma_t, acc_V, rD, tCrAqk[None, None, None, j], False)
+            wgmma.gemm(mma_k, acc_V, rS, tCrR[None, None, None, r], c.has_do)
+            self.stage(put_s, rSc, dh, half)
+            self.send(dh, half, n, Int32(BT), half, tidx)
+            cute.autovec_copy(tTsT[None, None, j], total)
+            wgmma.scale_columns(acc_S, total)
+            wgmma.wait(0)
+            wgmma.round_to(rV, acc_V)
+            # y = A^T dv2, dS = total dS + qE^T do
+            wgmma.fence()
+            wgmma.gemm(mma_t, acc_V, rV, tCrA[None, None, None, j], False)
+            if const_expr(c.has_do):
+                wgmma.gemm(mma_s, acc_S, rD, tCrQ[None, None, None, r], True)
+            self.stage(put_t, rVc, dv2, own)
+            self.send(dv2, own, n, length - n * BT, half, tidx)
+            wgmma.wait(1 if c.has_do else 0)
+            # dS += kE^T y
+            wgmma.round_to(rV, acc_V)
+            wgmma.fence()
+            wgmma.gemm(mma_s, acc_S, rV, tCrE[None, None, None, r], True)
+            wgmma.wait(0)
+            raw.free(at_raw)
+            if leader:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+            row.free(at_row)
+            at_raw.advance()
+            at_row.advance()
+            if loader:
+                if n >= c.raw_stages:
+                    self.load_raw(raw, load_raw, loads, n - c.raw_stages)
+                    load_raw.advance()
+                if n >= c.row_stages:
+                    self.load_row(row, load_row, loads, n - c.row_stages)
+                    load_row.advance()
+        if const_expr(c.want_dh0):
+            cute.autovec_copy(acc_S, thr_s.partition_C(gDh0))
+        cute.arch.cp_async_bulk_wait_group(0)
+
+    @cute.jit
+    def load_raw(self, raw, at, loads, n: Int32):
+        """q, k, g of chunk n, once the slot is free."""
+        raw.wait_empty(at)
+        barrier = raw.expect(at)
+        for tma, tXsX, tXgX in loads[0]:
+            cute.copy(tma, tXgX[None, n], tXsX[None, at.index], tma_bar_ptr=barrier)
+
+    @cute.jit
+    def load_row(self, row, at, loads, n: Int32):
+        """do, A, Aqk and total of chunk n, once the slot is free."""
+        _, rows, gTotal, sTotal = loads
+        bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32, num_bits_per_copy=32 * self.config.K)
+        row.wait_empty(at)
+        barrier = row.expect(at)
+        for tma, tXsX, tXgX in rows:
+            cute.copy(tma, tXgX[None, n], tXsX[None, at.index], tma_bar_ptr=barrier)
+        with cute.arch.elect_one():
+            cute.copy(bulk, gTotal[n, None], sTotal[None, at.index], mbar_ptr=barrier)
+
+    @cute.jit
+    def stage(self, put, rX: cute.Tensor, to, slot):
+        """A result in accumulator layout to a staging tile of ``to``."""
+        cute.copy(put, put.retile(rX), put.partition_D(to[2][None, None, slot]))
+
+    @cute.jit
+    def send(self, to, slot, n: Int32, left: Int32, half: Int32, tidx: Int32):
+        """A staged tile to tile n of ``to``, of which ``left`` tokens are inside the sequence.
+
+        Afterwards every tile this warpgroup has sent before may be staged again.
+        """
+        tma, gX, sX, rows = to
+        leader = cute.arch.make_warp_uniform(tidx // 32) == 0
+        cute.arch.fence_view_async_shared()
+        if leader:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.barrier(barrier_id=STATE_BARRIER + half, number_of_threads=WARPGROUP)
+        tXsX, tXgX = tma_parts(tma, gX, sX)
+        if const_expr(rows is not None):
+            if left < BT:
+                copy.rows_out(sX[None, None, slot], rows[None, None, n], left, tidx, WARPGROUP)
+            elif leader:
+                cute.copy(tma, tXsX[None, slot], tXgX[None, n])
+        elif leader:
+            cute.copy(tma, tXsX[None, slot], tXgX[None, n])
+        if leader:
+            cute.arch.cp_async_bulk_commit_group()
+
+
+@jit(arch="sm_90a")
+def _compile(config: Config) -> Program:
+    """Fake tensors in the order of :meth:`KdaBwdStateSm90.__call__`; an absent operand is None."""
+    c = config
+    V, N = symbol(), symbol()
+    states = (N, "HV", V, c.K) if c.state_v_first else (N, "HV", c.K, V)
+    x = ChunkTensors(c)
+    opt = lambda use, *args: x.tensor(*args) if use else None
+    return Program(
+        KdaBwdStateSm90(c),
+        (
+            *x.inputs(),
+            opt(c.has_do, c.io, "B", "T", "HV", V),
+            opt(c.has_dht, "float32", *states),
+            *x.parameters(),
+            x.tensor(c.io, "NT", "HV", c.K, V),
+            x.tensor(c.io, "B", "T", "HV", V),
+            opt(c.want_dh0, "float32", *states),
+            Float32(1.0),
+            Float32(1.0),
+        ),
+    )
+
+
+def bwd_state(
+    q: Tensor,
+    k: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A: Tensor,
+    Aqk: Tensor,
+    q_rstd: Tensor | None,
+    k_rstd: Tensor | None,
+    total: Tensor,
+    do: Tensor | None,
+    dht: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    table: tuple[Tensor, Tensor] | None,
+    *,
+    scale: float,
+    gate: str,
+    lower_bound: float | None,
+    beta_mode: str,
+    l2norm: bool,
+    state_v_first: bool,
+    want_dh0: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The recurrence over chunks in reverse.
+
+    q, k ``[B, T, H, K]``, g ``[B, T, HV, K]``, beta ``[B, T, HV]``: the caller's own, io dtype bf16 or fp16; g
+    and beta may be fp32. A, Aqk ``[B, T, HV, 64]`` io, lower triangular with zeros above the diagonal, scale in
+    Aqk; q_rstd, k_rstd ``[B, T, H]`` fp32 with ``l2norm``; total ``[NT, HV, K]`` fp32. do ``[B, T, HV, V]`` io,
+    dht ``[N, HV, K, V]`` fp32 (``[N, HV, V, K]`` with ``state_v_first``), either None for zeros, not both.
+    A_log ``[HV]``, dt_bias ``[HV, K]`` fp32 or None for zeros; not read by gate "log". ``table``: None for a
+    dense batch, else (cu_seqlens ``[N + 1]`` int32 or int64, first chunk of each sequence ``[N + 1]`` int32).
+
+    Returns dh ``[NT, HV, K, V]`` io, the gradient of the state at the end of each chunk (rows past the last
+    chunk of a packing are not written); dv2 ``[B, T, HV, V]`` io, the gradient of v_new, zero outside every
+    sequence; with ``want_dh0`` the gradient of the initial state, fp32 in the layout of dht, else None.
+    ValueError or TypeError names the argument that does not fit.
+    """
+    import torch
+
+    f32, io = torch.float32, q.dtype
+    if gate == "log":
+        A_log = dt_bias = None
+    N, NT = check_chunk_inputs(
+        q,
+        k,
+        g,
+        beta,
+        A,
+        Aqk,
+        q_rstd,
+        k_rstd,
+        total,
+        A_log,
+        dt_bias,
+        table,
+        gate=gate,
+        lower_bound=lower_bound,
+        l2norm=l2norm,
+    )
+    (B, T, _H, K), HV = q.shape, A.shape[2]
+    if do is not None:
+        V = do.shape[-1]
+    elif dht is not None:
+        V = dht.shape[-2 if state_v_first else -1]
+    else:
+        raise ValueError("`do` or `dht` must be given, got None for both")
+    if V % ROWS:
+        raise ValueError(f"V must be a multiple of {ROWS}, got {V}")
+    states = (N, HV, V, K) if state_v_first else (N, HV, K, V)
+    if do is not None:
+        check("do", do, (B, T, HV, V), (io,), 16)
+    if dht is not None:
+        check("dht", dht, states, (f32,), 16)
+
+    output = q.new_empty if table is None else q.new_zeros
+    dv2 = output((B, T, HV, V))
+    dh = q.new_empty((NT, HV, K, V))
+    dh0 = q.new_empty(states, dtype=f32) if want_dh0 else None
+    if dv2.numel() == 0 or N == 0:
+        if dh0 is not None:
+            dh0.copy_(dht) if dht is not None else dh0.zero_()
+        return dh, dv2, dh0
+    config = Config(
+        **chunk_facts(q, g, beta, A_log, dt_bias, table, gate=gate, beta_mode=beta_mode, l2norm=l2norm),
+        BV=v_tile(N * HV, V),
+        state_v_first=state_v_first,
+        has_do=do is not None,
+        has_dht=dht is not None,
+        want_dh0=want_dh0,
+    )
+    rstds = (q_rstd, k_rstd) if l2norm else (None, None)
+    _compile(config)(
+        q, k, g, beta, A, Aqk, *rstds, total, do, dht, A_log, dt_bias, *(table or (None, None)), dh, dv2, dh0, scale,
+        lower_bound or 0.0,
+    )  # fmt: skip
+    return dh, dv2, dh0

@@ -1,0 +1,53 @@
+"""The ledger names what changed, and an unverified stage serves only where it is forced."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kernel_fun._common import cache, ledger, support
+from kernel_fun._common.device import named
+from kernel_fun._common.ledger import Verified
+from kernel_fun._common.plan import Impl, Policy, Stage, resolve
+from kernel_fun.kda import _provenance, dispatch
+
+MODULE = "kernel_fun._common.cache"
+
+
+def entry(**changed: str) -> Verified:
+    return Verified({**cache.sources(MODULE), **changed}, "a GPU", "2026-01-01T00:00:00Z", {})
+
+
+def test_drift():
+    assert ledger.drift({"s": entry()}, {"s": MODULE}) == {}
+    assert ledger.drift({"s": entry(**{MODULE: "0" * 64})}, {"s": MODULE}) == {"s": [MODULE]}
+    assert ledger.drift({}, {"s": MODULE}) == {"s": list(cache.sources(MODULE))}
+
+
+def test_kernels_are_those_of_the_table():
+    ours = {i.target: s.name for s in dispatch.STAGES for i in s.impls if i.backend == "sm90"}
+    assert list(ours.values()) == list(_provenance.KERNELS)
+    assert set(_provenance.VERIFIED) <= set(_provenance.KERNELS)
+
+
+@pytest.mark.parametrize("forced", [None, "sm90"])
+def test_unverified_serves_only_where_forced(forced, monkeypatch):
+    monkeypatch.setattr(support, "missing", lambda need: None)
+    reason = ledger.unverified({}, "s")
+    assert ledger.unverified({"s": entry()}, "s") is None
+    table = (Stage("s", (Impl("sm90", "m:f", unverified=reason), Impl("eager", "m:f"))),)
+    policy = Policy(None, forced, "auto", "BACKEND")
+    plan = resolve(
+        "toy",
+        table,
+        "problem",
+        named("sm90"),
+        policy,
+        gpu_refusal=None,
+        fla_refusal="none",
+        eager_refusal=None,
+    )
+    assert plan.backend == ("sm90" if forced else "eager")
+    assert plan.reason == (None if forced else f"s: sm90: {reason}")
+    assert replace(table[0].impls[0], unverified=None).refusal("problem", named("sm90")) is None

@@ -1,0 +1,324 @@
+"""fwd_intra for Hopper: what it refuses, what it compiles to, and, on the device, what it computes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+from kernel_fun._common import device as devices
+from kernel_fun._cute import inspect, tile
+from kernel_fun._cute.varlen import chunk_table
+from kernel_fun.kda._kernels.sm90 import fwd_intra as module
+from kernel_fun.kda._kernels.sm90.fwd_intra import Config, fwd_intra
+
+FULL = Config(
+    io="bfloat16",
+    g="bfloat16",
+    beta="bfloat16",
+    K=128,
+    gate="softplus",
+    beta_mode="sigmoid",
+    l2norm=True,
+    has_A_log=True,
+    has_dt_bias=True,
+    packed=False,
+)
+SHIPPED = [
+    FULL,
+    dataclasses.replace(FULL, io="float16", g="float16", K=64, gate="bounded", packed=True),
+    dataclasses.replace(
+        FULL, g="float32", beta="float32", gate="log", l2norm=False, has_A_log=False, has_dt_bias=False
+    ),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KERNEL_FUN_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
+        yield
+
+
+@pytest.mark.parametrize("config", SHIPPED, ids=lambda c: f"{c.io}-{c.g}-{c.K}-{c.gate}")
+def test_compiles_within_its_resources(config: Config):
+    want = config.resources()
+    (kernel,) = inspect.resources(module._compile.object(config))
+    assert "kda_fwd_intra_sm90" in kernel.name
+    assert kernel.registers <= want.registers
+    assert kernel.stack_bytes <= 16
+    assert want.smem_bytes <= tile.SMEM_BYTES
+    assert want.ctas_per_sm == 2
+    assert want.ctas_per_sm * want.threads * want.registers <= module.SM_REGISTERS
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("io", "float32"),
+        ("g", "float64"),
+        ("beta", "int32"),
+        ("K", 96),
+        ("gate", "linear"),
+        ("beta_mode", "tanh"),
+    ],
+)
+def test_a_config_outside_the_box_names_its_field(field: str, value: Any):
+    with pytest.raises(ValueError, match=f"`{field}` must be one of .*, got {value}"):
+        dataclasses.replace(FULL, **{field: value})
+
+
+def test_the_log_gate_has_no_parameters():
+    with pytest.raises(ValueError, match="`A_log` and `dt_bias` must be None"):
+        dataclasses.replace(FULL, gate="log")
+
+
+def arguments(B=1, T=70, H=2, HV=2, K=128, device="cpu", **changes: Any) -> dict[str, Any]:
+    bf16 = torch.bfloat16
+    found: dict[str, Any] = dict(
+        q=torch.randn(B, T, H, K, device=device).to(bf16),
+        k=torch.randn(B, T, H, K, device=device).to(bf16),
+        g=torch.randn(B, T, HV, K, device=device).to(bf16),
+        beta=torch.randn(B, T, HV, device=device).to(bf16),
+        A_log=torch.randn(HV, device=device),
+        dt_bias=torch.randn(HV * K, device=device),
+        table=None,
+        scale=K**-0.5,
+        gate="softplus",
+        lower_bound=None,
+        beta_mode="sigmoid",
+        l2norm=True,
+    )
+    return {**found, **changes}
+
+
+@pytest.mark.parametrize(
+    "changes, error, match",
+    [
+        (dict(k=torch.zeros(1, 70, 2, 64)), ValueError, "`k` must have shape"),
+        (dict(g=torch.zeros(1, 69, 2, 128)), ValueError, "`g` must have shape"),
+        (dict(beta=torch.zeros(1, 70, 2, 1)), ValueError, "`beta` must have shape"),
+        (dict(A_log=torch.zeros(3)), ValueError, r"`A_log` must be contiguous float32 \[2\]"),
+        (dict(dt_bias=torch.zeros(256).double()), ValueError, "`dt_bias` must be contiguous float32"),
+        (dict(k=torch.zeros(1, 70, 2, 128, dtype=torch.float16)), TypeError, "`k` must have the dtype of q"),
+        (dict(table=torch.zeros(2, 4)), ValueError, "`table` must be int32"),
+        (dict(gate="bounded"), ValueError, "`lower_bound` must be a number <= 0"),
+        (dict(gate="bounded", lower_bound=1.0), ValueError, "`lower_bound` must be a number <= 0"),
+        (dict(gate="log"), ValueError, "`A_log` and `dt_bias` must be None"),
+    ],
+)
+def test_bad_arguments_are_named(changes: dict[str, Any], error: type[Exception], match: str):
+    with pytest.raises(error, match=match):
+        fwd_intra(**arguments(**changes))
+
+
+def test_heads_and_batch_are_checked():
+    with pytest.raises(ValueError, match="`g` must have a multiple of 2 heads, got 3"):
+        fwd_intra(**arguments(HV=3))
+    with pytest.raises(ValueError, match="`q` must have B = 1 with a chunk table"):
+        fwd_intra(**arguments(B=2, table=torch.zeros(3, 4, dtype=torch.int32)))
+
+
+class Recorder:
+    """Stands where the compiled kernel would be."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __call__(self, *arguments: Any) -> None:
+        self.calls.append(arguments)
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    found = Recorder()
+    monkeypatch.setattr(module, "_compile", lambda config: found)
+    return found
+
+
+def test_strided_views_of_one_projection_are_not_copied(recorder: Recorder):
+    qkg = torch.randn(2, 70, 4, 3 * 128).to(torch.bfloat16)
+    q, k, g = qkg.split(128, -1)
+    A_log, bias = torch.randn(4), torch.randn(512)
+    fwd_intra(**arguments(B=2, H=4, HV=4, A_log=A_log, dt_bias=bias) | dict(q=q, k=k, g=g))
+    for given, x in zip((q, k, g), recorder.calls[0]):
+        assert x.shape == (140, 4, 128)
+        assert x.data_ptr() == given.data_ptr()
+
+
+@pytest.mark.parametrize("name", ["offset", "transposed", "gap"])
+def test_what_tma_cannot_address_is_copied(recorder: Recorder, name: str):
+    x = torch.randn(2, 70, 2, 130).to(torch.bfloat16)
+    q = {
+        "offset": x[..., 1:129],
+        "transposed": torch.randn(2, 70, 128, 2).to(torch.bfloat16).transpose(2, 3),
+        "gap": torch.randn(2, 71, 2, 128).to(torch.bfloat16)[:, :70],
+    }[name]
+    fwd_intra(**arguments(B=2) | dict(q=q))
+    (given,) = (c[0] for c in recorder.calls)
+    assert torch.equal(given.view(2, 70, 2, 128), q)
+    assert given.stride() == (256, 128, 1)
+
+
+def test_sizes_one_get_strides_tma_accepts(recorder: Recorder):
+    q = torch.randn(1, 1, 1, 128).to(torch.bfloat16).as_strided((1, 1, 1, 128), (1, 3, 5, 1))
+    fwd_intra(**arguments(T=1, H=1) | dict(q=q))
+    assert recorder.calls[0][0].stride() == (128, 128, 1)
+
+
+def test_outputs_of_nothing(recorder: Recorder):
+    A, Aqk, q_rstd, _, total = fwd_intra(**arguments(T=0))
+    assert A.shape == Aqk.shape == (1, 0, 2, 64)
+    assert q_rstd is not None
+    assert q_rstd.shape == (1, 0, 2)
+    assert total.shape == (0, 2, 128)
+    assert not recorder.calls
+
+
+def test_without_l2norm_there_are_no_norms(recorder: Recorder):
+    _, _, q_rstd, k_rstd, total = fwd_intra(**arguments(B=2, l2norm=False))
+    assert q_rstd is None
+    assert k_rstd is None
+    assert total.shape == (4, 2, 128)
+
+
+# on the device
+
+
+def truth(x: dict[str, Any], sequences: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
+    """The stage in float64 from its definition: pairwise decays as running products, rows outside sequences NaN."""
+    q, k, g, beta = (x[n].flatten(0, 1).double() for n in ("q", "k", "g", "beta"))
+    H, HV, K = q.shape[1], g.shape[1], q.shape[2]
+    q_rstd, k_rstd = (
+        torch.rsqrt(t.square().sum(-1) + 1e-6) if x["l2norm"] else torch.ones_like(t[..., 0]) for t in (q, k)
+    )
+    q, k = ((t * r[..., None]).repeat_interleave(HV // H, 1) for t, r in ((q, q_rstd), (k, k_rstd)))
+    if x["gate"] != "log":
+        raw = g + (0.0 if x["dt_bias"] is None else x["dt_bias"].double().view(HV, K))
+        rate = 1.0 if x["A_log"] is None else x["A_log"].double().exp()[:, None]
+        if x["gate"] == "softplus":
+            g = -rate * torch.nn.functional.softplus(raw, threshold=1e9)
+        else:
+            g = x["lower_bound"] * torch.sigmoid(rate * raw)
+    a = g.exp()
+    if x["beta_mode"] != "raw":
+        beta = torch.sigmoid(beta) * (2 if x["beta_mode"] == "sigmoid2" else 1)
+    A = torch.full((q.shape[0], HV, 64), math.nan, dtype=torch.float64, device=q.device)
+    Aqk, total = A.clone(), []
+    for start, length in sequences:
+        for c in range(start, start + length, 64):
+            n = min(64, start + length - c)
+            rows = slice(c, c + n)
+            Q, K_, d = (t[rows].transpose(0, 1) for t in (q, k, a))
+            run = torch.zeros_like(d)
+            S = torch.zeros(2, HV, n, 64, dtype=torch.float64, device=q.device)
+            for i in range(n):
+                run[:, :i] *= d[:, i : i + 1]
+                run[:, i] = 1
+                S[0, :, i, : i + 1] = (K_[:, : i + 1] * run[:, : i + 1] * Q[:, i : i + 1]).sum(-1)
+                S[1, :, i, :i] = (K_[:, :i] * run[:, :i] * K_[:, i : i + 1]).sum(-1)
+            eye = torch.eye(n, dtype=torch.float64, device=q.device)
+            L = beta[rows].t()[..., None] * S[1, :, :, :n]
+            A[rows] = 0
+            A[rows, :, :n] = torch.linalg.inv(eye + L).transpose(0, 1)
+            Aqk[rows] = x["scale"] * S[0].transpose(0, 1)
+            total.append(d.prod(1))
+    return dict(A=A, Aqk=Aqk, q_rstd=q_rstd, k_rstd=k_rstd, total=torch.stack(total))
+
+
+def spiked(value: float, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    g = torch.nn.functional.logsigmoid(torch.randn(shape, device="cuda"))
+    hit = (torch.rand(shape, device="cuda") < 0.03) | (torch.rand(*shape[:-1], 1, device="cuda") < 0.03)
+    return torch.where(hit, value, g).to(dtype)
+
+
+def case(kind: str, T: int, **changes: Any) -> dict[str, Any]:
+    x = arguments(T=T, device="cuda", **changes)
+    HV, K = x["g"].shape[2:]
+    if kind == "slow":
+        x["A_log"] = torch.empty(HV, device="cuda").uniform_(1, 16).log()
+        dt = torch.empty(HV * K, device="cuda").uniform_(math.log(1e-3), math.log(1e-1)).exp()
+        x["dt_bias"] = dt + torch.log(-torch.expm1(-dt))
+    elif kind == "bounded":
+        x |= dict(gate="bounded", lower_bound=-5.0, beta_mode="sigmoid2")
+    elif kind.startswith("-"):
+        g = spiked(float(kind), changes.get("g_dtype", torch.float32), tuple(x["g"].shape))
+        x |= dict(gate="log", g=g, A_log=None, dt_bias=None)
+    return x
+
+
+def check(x: dict[str, Any], sequences: list[tuple[int, int]]) -> None:
+    from kernel_fun.testing import poisoned_empty
+
+    with poisoned_empty():
+        found = dict(zip(("A", "Aqk", "q_rstd", "k_rstd", "total"), fwd_intra(**x)))
+        again = fwd_intra(**x)
+    want = truth(x, sequences)
+    inside = torch.zeros(x["q"].shape[0] * x["q"].shape[1], dtype=torch.bool, device="cuda")
+    for start, length in sequences:
+        inside[start : start + length] = True
+    for (name, y), z in zip(found.items(), again):
+        assert torch.equal(y.nan_to_num(7.0), z.nan_to_num(7.0)), f"{name} differs between two runs"
+        true = want[name]
+        if name == "total":
+            y = y[: len(true)]
+            assert (y - true).abs().max() < 1e-5
+            continue
+        y = y.flatten(0, 1)
+        assert y[~inside].isnan().all(), f"{name} was written outside the sequences"
+        error = (y[inside] - true[inside]).norm() / true[inside].norm()
+        assert error < (1e-6 if "rstd" in name else 4e-3), f"{name}: {error:.1e}"
+
+
+def on_hopper(test: Any) -> Any:
+    """Marks of a test that needs the device."""
+    absent = not torch.cuda.is_available() or devices.of(torch.device("cuda")).arch != "sm90"
+    for mark in (pytest.mark.gpu, pytest.mark.sm90, pytest.mark.skipif(absent, reason="needs a Hopper GPU")):
+        test = mark(test)
+    return test
+
+
+@pytest.mark.parametrize("T", [1, 15, 16, 63, 64, 65, 130, 1000])
+@pytest.mark.parametrize("kind", ["softplus", "slow", "bounded", "-1000", "-inf"])
+@on_hopper
+def test_dense(kind: str, T: int):
+    check(case(kind, T, B=2, HV=4), [(0, T), (T, T)])
+
+
+@pytest.mark.parametrize("kind", ["softplus", "slow", "bounded", "-inf"])
+@pytest.mark.parametrize("lengths", [[1, 0, 63, 64, 65, 0, 15, 92], [0, 0, 5], [300]], ids=str)
+@on_hopper
+def test_packed(kind: str, lengths: list[int]):
+    ends = torch.tensor(lengths).cumsum(0).tolist()
+    x = case(kind, ends[-1] + 9, K=64, HV=4)
+    for name in ("q", "k", "g", "beta"):
+        x[name][:, ends[-1] :] = math.nan
+    x["table"] = chunk_table(torch.tensor([0, *ends], device="cuda"), ends[-1] + 9)
+    check(x, [(e - n, n) for e, n in zip(ends, lengths)])
+
+
+@on_hopper
+def test_a_sequence_does_not_depend_on_its_neighbours():
+    x = case("slow", 300, HV=4)
+    boundaries = [0, 64, 129, 300]
+    packed = fwd_intra(**x | dict(table=chunk_table(torch.tensor(boundaries, device="cuda"), 300)))
+    for start, end in zip(boundaries, boundaries[1:]):
+        alone = fwd_intra(**x | {n: x[n][:, start:end] for n in ("q", "k", "g", "beta")})
+        for one, all_ in zip(alone[:4], packed[:4]):
+            assert one is not None
+            assert all_ is not None
+            assert torch.equal(one, all_[:, start:end])
+
+
+@pytest.mark.parametrize("io", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("g", [torch.bfloat16, torch.float16, torch.float32])
+@on_hopper
+def test_dtypes(io: torch.dtype, g: torch.dtype):
+    x = case("slow", 130)
+    x |= dict(q=x["q"].to(io), k=x["k"].to(io), g=x["g"].to(g), beta=x["beta"].float())
+    check(x, [(0, 130)])
