@@ -34,6 +34,7 @@ Modes in global memory: q, k, g, A, v, do, v_new, dv2 (tokens, D, heads); h, dh 
                Y    Z (B); parked decays (C); sums over warps (D)
 """
 
+# sizes: four phases share one set of registers, and read in order
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -42,6 +42,7 @@ rstds [tokens, H]; total [NT, HV, K]; tokens = B T. Value heads are innermost in
     regs      128, 2 CTAs an SM
 """
 
+# sizes: one CTA, one pass, read in order
 from __future__ import annotations
 
 from dataclasses import dataclass

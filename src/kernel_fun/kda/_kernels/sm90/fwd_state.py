@@ -31,6 +31,7 @@ Modes in global memory: q, k, g, A, Aqk (T, D, heads, B); v, o, v_new (V, T, hea
     64, 64     256      as at entry                131
 """
 
+# sizes: a role reads top to bottom; the builder moves to operands.py once both forms have run on a GPU
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -17,6 +17,7 @@ get a = 1 and q = k = beta = 0 by selection: what follows them in memory, NaN in
     row        TMA -> STATE               what else the kernel reads of a chunk; freed by STATE
 """
 
+# sizes: shared with fwd_state until that kernel takes its builder from here
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -104,7 +104,7 @@ def _forms(call: Call) -> dict[str, Any]:
 def _inputs(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """q, k, v, g, beta as TMA and the kernels read them."""
     q, k, v = (_addressable(x.detach()) for x in (call.q, call.k, call.v))
-    g, beta = (_addressable(_readable(x, call)) for x in (call.g, call.beta))
+    g, beta = _addressable(_readable(call.g, call)), _readable(call.beta, call).contiguous()
     return q, k, v, g, beta
 
 
