@@ -152,7 +152,7 @@ def speed_table(kind: str, root: Path) -> list[str]:
     if not cases:
         return ["*(no record yet)*"]
     lines = [
-        "| shape | gate | pass | ours | ms | peer | ms | times faster | memory | peer's memory |",
+        "| shape | gate | bench | ours | ms | peer | ms | times faster | memory | peer's memory |",
         "|---|---|---|---|--:|---|--:|--:|--:|--:|",
     ]
     for case in sorted(cases):
@@ -167,7 +167,7 @@ def _speed_line(rows: dict[str, Measured]) -> list[str]:
     if ours is None:
         return []
     sizes = _suite_shapes().get(ours.shape, ours.shape)
-    cells = [sizes, ours.gate, ours.bench.rpartition(".")[2], ours.candidate, _ms(ours)]
+    cells = [sizes, ours.gate, ours.bench, ours.candidate, _ms(ours)]
     if peer is None:
         return [_cells([*cells, "-", "-", "-", _memory(ours), "-"])]
     faster = f"{peer.ms.p50 / ours.ms.p50:.1f}"
