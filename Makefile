@@ -39,7 +39,7 @@ lint: $(VENV)/.dev
 	$(BIN)/python tools/render.py --check
 
 types: $(VENV)/.dev
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 contracts: $(VENV)/.dev
 	$(BIN)/lint-imports
