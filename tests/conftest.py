@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,3 +78,11 @@ def _reproducible() -> None:
     """The problems are tiny: threads cost more than they save, and workers share the cores."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of compiled kernels, its directory not created yet."""
+    path = tmp_path / "kernels"
+    monkeypatch.setenv("KERNEL_FUN_CACHE_DIR", str(path))
+    return path

@@ -24,6 +24,15 @@ def test_on(monkeypatch, word, on):
     assert (config.disabled_by(config.KDA_DISABLE) == config.DISABLE.name) is on
 
 
+def test_a_word_that_is_neither_is_refused(monkeypatch):
+    monkeypatch.setenv(config.DISABLE.name, "maybe")
+    with pytest.raises(ValueError, match="KERNEL_FUN_DISABLE must be 0 or 1, got 'maybe'"):
+        config.DISABLE.on()
+    monkeypatch.setenv(config.KDA_MIN_CTAS.name, "-1")
+    with pytest.raises(ValueError, match="0 or more, got '-1'"):
+        config.integer(config.KDA_MIN_CTAS)
+
+
 def test_family_switch(monkeypatch):
     monkeypatch.setenv(config.KDA_DISABLE.name, "1")
     assert config.disabled_by(config.KDA_DISABLE) == config.KDA_DISABLE.name
@@ -53,7 +62,7 @@ def test_fallback(monkeypatch):
 
 def test_integer(monkeypatch):
     monkeypatch.setenv(config.KDA_MIN_CTAS.name, "many")
-    with pytest.raises(ValueError, match="KERNEL_FUN_KDA_MIN_CTAS must be an integer, got 'many'"):
+    with pytest.raises(ValueError, match="KERNEL_FUN_KDA_MIN_CTAS must be an integer, 0 or more, got 'many'"):
         config.integer(config.KDA_MIN_CTAS)
     monkeypatch.setenv(config.KDA_MIN_CTAS.name, "")
     assert config.integer(config.KDA_MIN_CTAS) == 0

@@ -67,7 +67,7 @@ def test_one_missing_stage_sends_the_whole_call_elsewhere():
     ("problem", "device", "refusals", "reason"),
     [
         (Toy(256), "sm90", {}, "one: sm90: K = 256 above 128"),
-        (Toy(), "sm80", {}, "one: sm90: tensor on sm80 (A100)"),
+        (Toy(), "sm80", {}, "no kernel for sm80 (A100) in this release"),
         (Toy(), "cpu", {}, "tensor on cpu"),
         (Toy(), "sm90", {"gpu_refusal": "too small"}, "one: sm90: too small"),
     ],

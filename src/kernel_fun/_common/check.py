@@ -30,21 +30,28 @@ def is_tensor(name: str, value: Any) -> Tensor:
 
     if not isinstance(value, torch.Tensor):
         raise ContractTypeError(f"`{name}` must be a torch.Tensor, got {type(value).__name__}")
+    if value.layout is not torch.strided:
+        raise ContractTypeError(f"`{name}` must be a dense tensor, got layout {dtype_name(value.layout)}")
     return value
+
+
+def holds_data(name: str, tensor: Tensor) -> None:
+    if tensor.device.type == "meta":
+        raise ContractError(f"`{name}` must hold data, got a tensor on the meta device")
 
 
 def shape(name: str, tensor: Tensor, letters: str, sizes: dict[str, int], note: str = "") -> None:
     """Check a tensor against its letters, binding those not yet known."""
     words = letters.split()
     given = tuple(tensor.shape)
-    for word, size in zip(words, given):
-        sizes.setdefault(word, size)
+    if len(words) == len(given):
+        for word, size in zip(words, given):
+            sizes.setdefault(word, size)
     expected = tuple(sizes.get(w, -1) for w in words)
     if len(words) != len(given) or expected != given:
-        want = ", ".join("?" if e < 0 else str(e) for e in expected)
-        raise ContractError(
-            f"`{name}` must have shape [{', '.join(words)}] = [{want}], got {list(given)}{note}"
-        )
+        sizes_known = ", ".join("?" if e < 0 else str(e) for e in expected)
+        want = f" = [{sizes_known}]" if any(e >= 0 for e in expected) else ""
+        raise ContractError(f"`{name}` must have shape [{', '.join(words)}]{want}, got {list(given)}{note}")
 
 
 def dtype(name: str, tensor: Tensor, allowed: Iterable[Any]) -> None:

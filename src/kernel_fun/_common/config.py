@@ -33,7 +33,13 @@ class Switch:
                 os.environ[self.name] = before
 
     def on(self) -> bool:
-        return self.read().lower() not in ("", "0", "false", "off", "no")
+        """Is a yes-or-no switch on? ValueError for a word that is neither."""
+        word = self.read().lower()
+        if word in ("1", "true", "on", "yes"):
+            return True
+        if word in ("", "0", "false", "off", "no"):
+            return False
+        raise ValueError(f"{self.name} must be 0 or 1, got {word!r}")
 
 
 DISABLE = Switch("KERNEL_FUN_DISABLE", "0", "1: no GPU backend of any family serves a call")
@@ -113,9 +119,8 @@ def fallback() -> str:
 
 
 def integer(switch: Switch) -> int:
-    """An integer switch; ValueError names the variable and what it holds."""
-    word = switch.read()
-    try:
-        return int(word or switch.default)
-    except ValueError:
-        raise ValueError(f"{switch.name} must be an integer, got {word!r}") from None
+    """A count; ValueError names the variable and what it holds."""
+    word = switch.read() or switch.default
+    if not word.isdecimal():
+        raise ValueError(f"{switch.name} must be an integer, 0 or more, got {word!r}")
+    return int(word)

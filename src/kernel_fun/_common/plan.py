@@ -122,10 +122,10 @@ class Policy:
     forced_by: str = ""
 
     @staticmethod
-    def read(disable: config.Switch, backend: config.Switch) -> Policy:
+    def read(disable: config.Switch, backend: config.Switch, known: tuple[str, ...] = BACKENDS) -> Policy:
         return Policy(
             config.disabled_by(disable),
-            config.forced_backend(backend, BACKENDS),
+            config.forced_backend(backend, known),
             config.fallback(),
             backend.name,
         )
@@ -175,9 +175,12 @@ def resolve(
     ours = tuple(choose(s, ours_refuses) for s in needed)
     if ours and all(c.impl is not None for c in ours):
         used = {c.impl.backend for c in ours if c.impl is not None}
+        ours = tuple(_complete(c, s, None) for c, s in zip(ours, needed))
         return Plan(family, problem, device, "+".join(sorted(used)), ours, None, False)
 
-    reason = _why_not(ours, needed) if device.type == "cuda" else f"tensor on {device.type}"
+    reason = _why_not(ours, needed, device)
+    if policy.forced in GPU_BACKENDS and not any(i.backend == policy.forced for s in needed for i in s.impls):
+        reason = f"{family} has no {policy.forced} kernels in this release"
     if policy.forced in GPU_BACKENDS:
         raise BackendUnavailable(f"{policy.forced_by}={policy.forced} cannot serve {problem}: {reason}")
 
@@ -189,7 +192,9 @@ def resolve(
                 return f"served by {backend}"
             return ours_refuses(impl) or f"not for every stage ({reason})"
 
-        choices = tuple(choose(s, only) for s in needed)
+        choices = tuple(
+            _complete(choose(s, only), s, fla_refusal if backend == "eager" else None) for s in needed
+        )
         if backend == "fla":
             refused = {b: why for c in choices for b, why in c.rejected}
             choices = (Choice(WHOLE, Impl("fla", "fallback"), tuple(refused.items())),)
@@ -249,8 +254,21 @@ def _kind(problem: Any) -> Any:
     return problem.kind
 
 
-def _why_not(ours: tuple[Choice, ...], needed: tuple[Stage, ...]) -> str:
+def _complete(choice: Choice, stage: Stage, fla_refusal: str | None) -> Choice:
+    """A choice that also says why a backend without an implementation of the stage, or fla, did not run."""
+    absent = [b for b in GPU_BACKENDS if all(i.backend != b for i in stage.impls)]
+    more = [(b, f"no {b} kernel for {stage.name} in this release") for b in absent]
+    more += [("fla", fla_refusal)] if fla_refusal is not None else []
+    return Choice(choice.stage, choice.impl, (*choice.rejected, *more))
+
+
+def _why_not(ours: tuple[Choice, ...], needed: tuple[Stage, ...], device: Device) -> str:
     """One sentence: the first stage no GPU backend has, and each candidate's refusal."""
+    if device.type != "cuda":
+        return f"tensor on {device.type}"
+    ours_for = {i.backend for s in needed for i in s.impls} & set(GPU_BACKENDS)
+    if ours_for and device.arch not in ours_for and "triton" not in ours_for:
+        return f"no kernel for {device.arch} ({device.name}) in this release"
     for choice in ours:
         if choice.impl is None:
             gpu = [f"{b}: {why}" for b, why in choice.rejected if b in GPU_BACKENDS]

@@ -69,7 +69,7 @@ def plan_update(problem: Problem, device: Device) -> Plan:
 
 def _surroundings() -> tuple[Policy, str | None, str | None]:
     """What a plan depends on besides problem and device: the switches, and what is not installed."""
-    policy = Policy.read(config.CCONV_DISABLE, config.CCONV_BACKEND)
+    policy = Policy.read(config.CCONV_DISABLE, config.CCONV_BACKEND, ("triton", "eager", "fla"))
     return policy, support.missing("triton"), support.missing("fla")
 
 

@@ -244,6 +244,7 @@ SHAPES = (("q", "B T H K"), ("k", "B T H K"), ("v", "B T HV V"), ("g", "B T HV K
 def _shapes(q: Any, k: Any, v: Any, g: Any, beta: Any) -> dict[str, int]:
     """Bind the letters of the five inputs; check shapes, dtypes, devices."""
     sizes: dict[str, int] = {}
+    check.holds_data("q", check.is_tensor("q", q))
     for (name, letters), value in zip(SHAPES, (q, k, v, g, beta)):
         tensor = check.is_tensor(name, value)
         note = "; q and k must have the same shape" if name == "k" else ""
@@ -261,7 +262,11 @@ def head_dims(sizes: dict[str, int]) -> None:
             f"`q` must have 1 <= K <= 256, got K = {sizes['K']}: "
             "Currently we only support key headdim <=256 for KDA"
         )
-    if sizes["H"] < 1 or sizes["HV"] % sizes["H"] != 0 or sizes["HV"] < 1:
+    if sizes["H"] < 1 or sizes["HV"] < 1:
+        raise ContractError(
+            f"`q` and `v` must have at least one head, got H = {sizes['H']}, HV = {sizes['HV']}"
+        )
+    if sizes["HV"] % sizes["H"] != 0:
         raise ContractError(
             f"For GVA `v` must have HV = a multiple of H = {sizes['H']} heads, got HV = {sizes['HV']}"
         )

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kernel_fun._common import compat
+from kernel_fun._common import check, compat, support
 from kernel_fun._common import device as devices
 from kernel_fun._common.compiler import outside_compiler
-from kernel_fun._common.plan import announce
+from kernel_fun._common.plan import BackendUnavailable, announce
 from kernel_fun.kda import autograd, dispatch, fallback
-from kernel_fun.kda.call import ContractError, bind
+from kernel_fun.kda.call import ContractError, ContractTypeError, bind
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,7 +64,8 @@ def chunk_kda(
             the GPU kernels) float64, mixed, with any strides; none is modified.
         v: ``[B, T, HV, V]``, HV a multiple of H; value head i reads query/key head i // (HV // H).
         g: ``[B, T, HV, K]``. The natural-log decay of each token and channel (<= 0, -inf included), or
-            the raw gate with ``use_gate_in_kernel``. Positive values are not checked for.
+            the raw gate with ``use_gate_in_kernel``. Positive log decays are outside the contract and not
+            checked for: the chunk form loses accuracy with them and overflows long before the recurrence.
         beta: ``[B, T, HV]``, write strength, or its logit with ``use_beta_sigmoid_in_kernel``.
         scale: Multiplies q; default ``K ** -0.5``.
         initial_state: ``[N, HV, K, V]`` float32 (``[N, HV, V, K]`` with ``state_v_first``); N = B, or the
@@ -75,7 +76,7 @@ def chunk_kda(
             ``l = lower_bound sigmoid(exp(A_log) (g + dt_bias))``.
         use_beta_sigmoid_in_kernel: beta is sigmoid(beta).
         allow_neg_eigval: beta is 2 sigmoid(beta); needs ``use_beta_sigmoid_in_kernel``.
-        safe_gate: Accepted. Kernels here are exact for any gate, so it selects nothing; with an
+        safe_gate: Accepted. Kernels here take any log gate <= 0, so it selects nothing; with an
             in-kernel gate it requires ``lower_bound`` in [-5, 0), as in fla.
         lower_bound: Least log decay of the bounded gate.
         disable_recompute: Keep chunk states and new values for the backward instead of rebuilding them:
@@ -94,8 +95,9 @@ def chunk_kda(
 
     Returns:
         ``(o, final_state)``, o ``[B, T, HV, V]`` in q's dtype and final_state float32 or None; with
-        ``return_intermediate_states`` ``(o, final_state, h)``. Gradients of q, k, v, g, beta, A_log, dt_bias
-        and initial_state come in the dtype of each; there is no double backward.
+        ``return_intermediate_states`` ``(o, final_state, h)``. States are float64 where an input is.
+        Gradients of q, k, v, g, beta, A_log, dt_bias and initial_state come in the dtype of each; there is
+        no double backward.
 
     Raises:
         ValueError: a shape or value outside the contract; the message names the argument, what is expected
@@ -107,6 +109,7 @@ def chunk_kda(
     flash-linear-attention; docs/kda.md derives both.
     """
     arguments = locals()
+    _refuse_unknown(compat.CHUNK_KDA, q, tuple(kwargs))
     call = bind(arguments)
     plan = dispatch.plan(call.problem(), devices.of(q.device))
     if plan.backend != "fla" and call.unknown:
@@ -115,6 +118,17 @@ def chunk_kda(
     if plan.backend == "fla":
         return fallback.chunk_kda(call.verbatim)
     return autograd.run(call, plan)
+
+
+def _refuse_unknown(op: compat.FlaOp, q: Any, given: tuple[str, ...]) -> None:
+    """TypeError for a keyword that neither we nor, on its device, an installed fla knows."""
+    unknown = tuple(name for name in given if name not in op.keywords)
+    if not unknown:
+        return
+    on_cuda = isinstance(q, torch.Tensor) and devices.of(q.device).type == "cuda"
+    known = compat.keywords(op) if on_cuda and support.missing("fla") is None else None
+    if known is None or not set(unknown) <= known:
+        raise _unknown_keyword(op.name, tuple(n for n in unknown if known is None or n not in known))
 
 
 def _unknown_keyword(op: str, unknown: tuple[str, ...]) -> TypeError:
@@ -154,6 +168,7 @@ def fused_recurrent_kda(
         or None.
     """
     arguments = {**_defaults(), **locals()}
+    _refuse_unknown(compat.FUSED_RECURRENT_KDA, q, tuple(n for n in kwargs if n != "safe_gate"))
     arguments["kwargs"] = {"A_log": A_log, "dt_bias": dt_bias, **kwargs}
     if isinstance(beta, torch.Tensor) and isinstance(v, torch.Tensor) and beta.dim() == v.dim():
         arguments["beta"] = _one_per_head(beta, v)
@@ -197,9 +212,12 @@ def is_supported(
 
     Returns:
         ``(True, None)``, or ``(False, reason)``. The answer is the dispatcher's own plan. Arguments
-        outside the contract raise as chunk_kda does.
+        outside the contract, and unknown keywords, raise as chunk_kda does.
     """
-    (B, T, _, K), HV = q.shape, v.shape[2]
+    sizes: dict[str, int] = {}
+    check.shape("q", check.is_tensor("q", q), "B T H K", sizes)
+    check.shape("v", check.is_tensor("v", v), "B T HV V", sizes)
+    B, T, K, HV = (sizes[letter] for letter in ("B", "T", "K", "HV"))
     stand_in = {
         "k": q,
         "g": q.new_empty(1).expand(B, T, HV, K),
@@ -210,8 +228,12 @@ def is_supported(
     defaults = _defaults()
     arguments = {**defaults, **named, **{n: a for n, a in rest.items() if n in defaults or n in named}}
     arguments["kwargs"] = {n: a for n, a in rest.items() if n not in arguments}
+    _refuse_unknown(compat.CHUNK_KDA, q, tuple(arguments["kwargs"]))
     call = bind(arguments)
-    plan = dispatch.plan(call.problem(), devices.of(q.device))
+    try:
+        plan = dispatch.plan(call.problem(), devices.of(q.device))
+    except (BackendUnavailable, NotImplementedError) as refusal:
+        return False, str(refusal)
     return plan.reason is None, plan.reason
 
 
@@ -249,6 +271,8 @@ def warmup(
         RuntimeError: the installed fla breaks the contract, the device is absent, or no backend of ours
             serves the problem on it, so that nothing was warmed.
     """
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        raise ContractTypeError(f"`dtype` must be a floating-point torch.dtype, got {dtype}")
     begin = time.perf_counter()
     if (difference := compat.check_fla()) is not None:
         raise RuntimeError(f"kernel-fun kda warmup: {difference}")
@@ -260,7 +284,8 @@ def warmup(
     make = torch.Generator(device="cpu").manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=make).to(where, dtype).requires_grad_()
+        with torch.inference_mode(False):
+            return torch.randn(shape, generator=make).to(where, dtype).requires_grad_()
 
     T = 130
     q, k, v, g, beta = (
@@ -272,10 +297,7 @@ def warmup(
     )
     parameters: dict[str, Any] = {}
     if use_gate_in_kernel:
-        parameters = {
-            "A_log": torch.zeros(HV, device=where, requires_grad=True),
-            "dt_bias": torch.zeros(HV * K, device=where, requires_grad=True),
-        }
+        parameters = {"A_log": draw(HV).float(), "dt_bias": draw(HV * K).float()}
     else:
         g = torch.nn.functional.logsigmoid(g.detach().float()).to(dtype).requires_grad_()
     flags: dict[str, Any] = {
@@ -286,8 +308,9 @@ def warmup(
     served, reason = is_supported(q, v, k=k, g=g, beta=beta, **flags, **parameters)
     if where.type == "cuda" and not served:
         raise RuntimeError(f"kernel-fun kda warmup: nothing warmed: {reason}")
-    o, _ = chunk_kda(q=q, k=k, v=v, g=g, beta=beta, **flags, **parameters)
-    o.sum().backward()
+    with torch.inference_mode(False), torch.enable_grad():
+        o, _ = chunk_kda(q=q, k=k, v=v, g=g, beta=beta, **flags, **parameters)
+        o.sum().backward()
     if where.type == "cuda":
         torch.cuda.synchronize(where)
     if not bool(torch.isfinite(o).all()) or q.grad is None:
