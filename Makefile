@@ -55,9 +55,10 @@ wheel: $(VENV)/.dev
 	$(BIN)/python -m build --no-isolation --wheel --outdir dist . >/dev/null
 	$(PYTHON) -m venv build/wheel-env
 	build/wheel-env/bin/python -m pip install --quiet --disable-pip-version-check --no-deps dist/*.whl
-	cd build && PYTHONPATH=$(abspath $(VENV))/lib/$$(basename $$(ls -d $(abspath $(VENV))/lib/python3*))/site-packages \
-		wheel-env/bin/python -c "import kernel_fun, sys; assert 'wheel-env' in kernel_fun.__file__, kernel_fun.__file__; assert 'torch' not in sys.modules"
-	cd build && wheel-env/bin/kernel-fun info >/dev/null
+	cd build && export PYTHONPATH=$$(echo $(abspath $(VENV))/lib/python3*/site-packages) && \
+		wheel-env/bin/python -c "import kernel_fun, sys; assert 'wheel-env' in kernel_fun.__file__, kernel_fun.__file__; assert 'torch' not in sys.modules" && \
+		wheel-env/bin/kernel-fun info >/dev/null && \
+		wheel-env/bin/kernel-fun bench --list >/dev/null
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
