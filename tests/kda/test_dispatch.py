@@ -237,6 +237,23 @@ def test_disable_switches(switch, monkeypatch, packages):
     assert plan.reason == f"fwd_intra: sm90: {switch.name}=1"
 
 
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        (replace(BASE, context_parallel=True), "`cp_context` is served by fla alone"),
+        (replace(BASE, unknown=("shiny",)), "keyword 'shiny' is not ours"),
+    ],
+)
+def test_no_gpu_backend_takes_what_only_fla_knows(problem, reason, packages, monkeypatch):
+    monkeypatch.setattr("kernel_fun._common.compat.keywords", lambda op: frozenset({"shiny"}))
+    plan = dispatch.plan(problem, named("sm90"), GPU_TABLE)
+    assert plan.backend == "fla"
+    assert plan.reason == f"fwd_intra: sm90: {reason}"
+    monkeypatch.setenv(config.KDA_BACKEND.name, "sm90")
+    with pytest.raises(BackendUnavailable, match="cannot serve"):
+        dispatch.plan(problem, named("sm90"), GPU_TABLE)
+
+
 def test_min_ctas(monkeypatch, packages):
     small = replace(BASE, B=1, H=2, HV=2, V=128)
     assert small.columns == 4

@@ -31,9 +31,10 @@ def hopper(problem: Problem, device: Device) -> str | None:
 
 def hopper_grads(problem: Problem, device: Device) -> str | None:
     """What the sm90 gradient kernel takes of that."""
-    if problem.dtypes[3] == "float32":
-        return "g is float32, the kernel reads bfloat16 or float16"
-    return hopper(problem, device)
+    reason = hopper(problem, device)
+    if reason is None and problem.dtypes[3] != problem.dtypes[0]:
+        reason = f"g is {problem.dtypes[3]}, the kernel reads it in the dtype of q, {problem.dtypes[0]}"
+    return reason
 
 
 MAX_TOKENS = 1 << 31
@@ -70,7 +71,7 @@ def plan(problem: Problem, device: Device, stages: tuple[Stage, ...] = STAGES) -
         problem,
         device,
         Policy.read(config.KDA_DISABLE, config.KDA_BACKEND),
-        gpu_refusal=_too_few_columns(problem),
+        gpu_refusal=_gpu_refusal(problem),
         fla_refusal=fla_refusal(problem, device, compat.CHUNK_KDA),
         eager_refusal=_eager_refusal(problem),
     )
@@ -90,7 +91,12 @@ def plan_recurrent(problem: Problem, device: Device) -> Plan:
     )
 
 
-def _too_few_columns(problem: Problem) -> str | None:
+def _gpu_refusal(problem: Problem) -> str | None:
+    """What no GPU backend of ours takes, whatever its kernels."""
+    if problem.context_parallel:
+        return "`cp_context` is served by fla alone"
+    if problem.unknown:
+        return f"keyword {problem.unknown[0]!r} is not ours"
     floor = config.integer(config.KDA_MIN_CTAS)
     if problem.columns >= floor:
         return None

@@ -80,7 +80,7 @@ def inputs(
 CASES = [
     dict(),
     dict(io=torch.float16),
-    dict(g=torch.float16, beta=torch.float32),
+    dict(beta=torch.float32),
     dict(K=128, V=256, HV=4),
     dict(gate="bounded", state=True),
     dict(gate="log", state=True, v_first=True),
@@ -94,8 +94,6 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(f"{k}={v}" for k, v in c.items()) or "plain")
 @pytest.mark.parametrize("l2norm", [False, True])
 def test_training_reaches_every_kernel(case, l2norm, launched):
-    if case.get("g") not in (None, case.get("io", torch.bfloat16)):
-        pytest.skip("a gate of another dtype is read as float32, which the gradient kernel does not take")
     x = inputs(**case)
     o, ht = chunk_kda(**x, use_qk_l2norm_in_kernel=l2norm, use_beta_sigmoid_in_kernel=True)
     leaves = {n: a for n, a in x.items() if isinstance(a, torch.Tensor) and a.requires_grad}
@@ -144,12 +142,15 @@ def test_views_are_copied_only_where_tma_cannot_read_them(launched):
     assert len(launched) == 2
 
 
-def test_float32_gates_are_refused_for_training_alone():
-    x = inputs(g=torch.float32)
-    with pytest.raises(RuntimeError, match="bwd_grads: sm90: g is float32"):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_gate_of_another_dtype_is_refused_for_training_alone(dtype, launched):
+    x = inputs(g=dtype)
+    with pytest.raises(RuntimeError, match=rf"bwd_grads: sm90: g is {str(dtype)[6:]}, the kernel reads"):
         chunk_kda(**x)
+    assert not launched
     with torch.inference_mode():
         chunk_kda(**x)
+    assert len(launched) == 2
 
 
 def test_the_table_and_the_kernels_agree_on_the_box():
