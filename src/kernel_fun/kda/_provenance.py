@@ -1,7 +1,6 @@
 """KDA's ledger: the Hopper stages that passed the GPU tests of the whole operation.
 
-None has yet: kernels agreed with a float64 oracle when they were launched alone on an H200, some have
-changed since, and the operation as one has not run there.
+None has yet: they are compiled, not run.
 """
 
 from __future__ import annotations
