@@ -45,13 +45,20 @@ class Impl:
     unverified: str | None = None
     """Why it may serve only where the environment forces its backend, or None."""
 
-    def refusal(self, problem: Any, device: Device) -> str | None:
-        """Why this implementation does not run the problem on the device, or None."""
+    def misplaced(self, device: Device) -> str | None:
+        """Why the device is not one this implementation is made for, or None."""
         if self.backend.startswith("sm") and device.arch != self.backend:
             where = "cpu" if device.type == "cpu" else f"{device.arch} ({device.name})"
             return f"tensor on {where}"
         if self.backend == "triton" and device.type != "cuda":
             return f"tensor on {device.type}"
+        return None
+
+    def refusal(self, problem: Any, device: Device) -> str | None:
+        """Why this implementation does not run the problem on the device, or None."""
+        reason = self.misplaced(device)
+        if reason is not None:
+            return reason
         if self.needs is not None:
             reason = support.missing(self.needs)
             if reason is not None:
@@ -196,7 +203,7 @@ def resolve(
             _complete(choose(s, only), s, fla_refusal if backend == "eager" else None) for s in needed
         )
         if backend == "fla":
-            refused = {b: why for c in choices for b, why in c.rejected}
+            refused = {b: why for c in reversed(choices) for b, why in c.rejected}  # the first stage's
             choices = (Choice(WHOLE, Impl("fla", "fallback"), tuple(refused.items())),)
         return Plan(family, problem, device, backend, choices, reason, fallback)
 
@@ -266,8 +273,8 @@ def _why_not(ours: tuple[Choice, ...], needed: tuple[Stage, ...], device: Device
     """One sentence: the first stage no GPU backend has, and each candidate's refusal."""
     if device.type != "cuda":
         return f"tensor on {device.type}"
-    ours_for = {i.backend for s in needed for i in s.impls} & set(GPU_BACKENDS)
-    if ours_for and device.arch not in ours_for and "triton" not in ours_for:
+    on_gpu = [i for s in needed for i in s.impls if i.backend in GPU_BACKENDS]
+    if on_gpu and all(i.misplaced(device) for i in on_gpu):
         return f"no kernel for {device.arch} ({device.name}) in this release"
     for choice in ours:
         if choice.impl is None:

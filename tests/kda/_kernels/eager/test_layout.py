@@ -42,7 +42,6 @@ def test_rows_and_mask():
     lay = packed(3, 0, 5, BT=4)
     assert lay.rows.tolist() == [[0, 1, 2, 2], [3, 4, 5, 6], [7, 7, 7, 7]]
     assert lay.mask.tolist() == [[True] * 3 + [False], [True] * 4, [True] + [False] * 3]
-    assert lay.leads.tolist() == [True, True, False]
 
 
 @pytest.mark.parametrize("lengths", [(128, 64), (65, 0, 130, 1), (64,) * 5, (1,) * 9, ()])

@@ -85,14 +85,6 @@ class Layout:
         """Which tokens of every chunk exist, ``[NT, BT]``."""
         return torch.arange(self.BT, device=self.device) < self._valid[:, None]
 
-    @cached_property
-    def leads(self) -> Tensor:
-        """Which chunks start a sequence, ``[NT]``."""
-        first = [f for f, e in zip(self.first, self.first[1:]) if e > f]
-        leads = torch.zeros(self.NT, dtype=torch.bool)
-        leads[first] = True
-        return leads.to(self.device)
-
     def tiles(self, HV: int) -> Iterator[slice]:
         """Chunk numbers, a tile's worth at a time."""
         n = max(1, TILE // HV)
