@@ -20,9 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernel_fun.cconv import causal_conv1d
 from kernel_fun.kda import chunk_kda, fused_recurrent_kda
 
 Form = Literal["chunk", "recurrent"]
+Convolution = Literal["kernel-fun", "torch"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ class ModelConfig:
     mlp_width: int
     conv_taps: int = 4
     vocabulary: int = 256
+    convolution: Convolution = "kernel-fun"
+    """What computes the short convolution: `kernel_fun.cconv`, or torch to compare step times with."""
 
 
 @dataclass
@@ -52,8 +56,8 @@ class LayerState:
     conv: Tensor
 
 
-def causal_conv1d(x: Tensor, weight: Tensor, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Depthwise causal convolution over T, then SiLU.
+def shifted_products(x: Tensor, weight: Tensor, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`causal_conv1d` with SiLU as a sum of shifted products that autograd differentiates.
 
     Args:
         x: `[B, T, D]`.
@@ -108,7 +112,7 @@ class KimiDeltaAttention(nn.Module):
         self, x: Tensor, state: LayerState | None, form: Form, keep_state: bool
     ) -> tuple[Tensor, LayerState | None]:
         c = self.config
-        qkv, conv = causal_conv1d(self.qkv_proj(x), self.conv_weight, None if state is None else state.conv)
+        qkv, conv = self._convolve(self.qkv_proj(x), None if state is None else state.conv, keep_state)
         q, k, v = qkv.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
         kda = chunk_kda if form == "chunk" else fused_recurrent_kda
         o, final_state = kda(
@@ -127,7 +131,18 @@ class KimiDeltaAttention(nn.Module):
         )
         gate = self.g_proj(x).unflatten(-1, (c.HV, c.V)).sigmoid()
         y = self.o_proj((F.rms_norm(o, (c.V,), self.norm_weight.to(o.dtype), 1e-5) * gate).flatten(-2))
-        return y, None if final_state is None else LayerState(final_state, conv)
+        return y, None if final_state is None or conv is None else LayerState(final_state, conv)
+
+    def _convolve(self, x: Tensor, state: Tensor | None, keep_state: bool) -> tuple[Tensor, Tensor | None]:
+        if self.config.convolution == "torch":
+            return shifted_products(x, self.conv_weight, state)
+        return causal_conv1d(
+            x,
+            self.conv_weight,
+            initial_state=state,
+            output_final_state=keep_state,
+            activation="silu",
+        )
 
 
 class Block(nn.Module):

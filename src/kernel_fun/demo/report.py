@@ -61,11 +61,13 @@ def write_checkpoint(model: ByteModel, history: History, path: Path) -> None:
 def summary(result: Result) -> list[str]:
     """What happened, in a few lines."""
     steps = f"{result.steps_done} of {result.steps} steps"
+    step = "" if result.step_ms is None else f", {result.step_ms:.1f} ms/step (median)"
     return [
         f"text       {result.text}",
         f"model      {result.parameters:,} parameters in {result.dtype} on {result.device}",
         f"trained    {steps}{' (interrupted)' if result.interrupted else ''}, {result.tokens:,} bytes "
-        f"in {result.seconds:.0f} s: {result.tokens_per_s:,.0f} bytes/s",
+        f"in {result.seconds:.0f} s: {result.tokens_per_s:,.0f} bytes/s{step}, convolution by "
+        f"{result.convolution}",
         f"loss       held out {result.initial_loss:.2f} -> {result.held_out_loss:.2f} nats/byte, "
         f"training {result.train_loss:.2f} (mean of the last 20 steps)",
         f"seed       {result.seed}",

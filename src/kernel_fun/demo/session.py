@@ -12,7 +12,7 @@ from kernel_fun._common import device as devices
 from kernel_fun._common.plan import Plan
 from kernel_fun.demo import recipe as recipes
 from kernel_fun.demo import report, sample, train
-from kernel_fun.demo.model import ByteModel
+from kernel_fun.demo.model import ByteModel, Convolution
 from kernel_fun.demo.recipe import Recipe
 from kernel_fun.demo.text import Text, load
 from kernel_fun.kda import dispatch
@@ -31,6 +31,7 @@ class Options:
     seed: int = 0
     device: str | None = None
     recipe: Recipe | None = None
+    convolution: Convolution = "kernel-fun"
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Result:
     device: str
     dtype: str
     backend: str
+    convolution: str
     parameters: int
     steps: int
     steps_done: int
@@ -49,6 +51,7 @@ class Result:
     tokens: int
     seconds: float
     tokens_per_s: float
+    step_ms: float | None
     initial_loss: float
     train_loss: float
     held_out_loss: float
@@ -83,6 +86,7 @@ def prepare(options: Options) -> Setting:
         if options.steps < 1:
             raise ValueError(f"`--steps` must be at least 1, got {options.steps}")
         recipe = replace(recipe, steps=options.steps)
+    recipe = replace(recipe, model=replace(recipe.model, convolution=options.convolution))
     text = load(options.text, window=recipe.T)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
@@ -131,6 +135,7 @@ def run(
         device=setting.plan.device.name,
         dtype=str(recipe.dtype).removeprefix("torch."),
         backend=setting.plan.backend,
+        convolution=recipe.model.convolution,
         parameters=setting.parameters,
         steps=recipe.steps,
         steps_done=len(history.train),
@@ -139,6 +144,7 @@ def run(
         tokens=history.tokens,
         seconds=history.seconds,
         tokens_per_s=history.tokens / history.seconds if history.seconds else 0.0,
+        step_ms=history.step_ms() if len(history.step_seconds) > 5 else None,
         initial_loss=history.held_out[0][1],
         train_loss=history.train_loss(),
         held_out_loss=history.held_out[-1][1],

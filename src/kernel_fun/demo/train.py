@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import statistics
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -25,12 +26,18 @@ class History:
     held_out: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
     tokens: int = 0
     seconds: float = 0.0
+    step_seconds: list[float] = field(default_factory=list[float])
+    """Of each step: batch, forward, backward, optimizer, and the wait for its loss."""
     interrupted: bool = False
 
     def train_loss(self, window: int = 20) -> float:
         """Mean training loss of the last `window` steps; NaN before the first."""
         last = [loss for _, loss in self.train[-window:]]
         return sum(last) / len(last) if last else float("nan")
+
+    def step_ms(self) -> float:
+        """Median time of a step in ms, without the first five, which meet compilers; NaN before the sixth."""
+        return 1e3 * statistics.median(self.step_seconds[5:] or [float("nan")])
 
 
 @contextlib.contextmanager
@@ -97,6 +104,7 @@ def train(
         if stop():
             history.interrupted = True
             break
+        begin = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = recipe.rate(step)
         inputs, targets = text.batch(recipe.B, recipe.T, generator)
@@ -107,7 +115,9 @@ def train(
         optimizer.step()
         history.train.append((step + 1, loss.item()))
         history.tokens += inputs.numel()
-        history.seconds = time.perf_counter() - start
+        now = time.perf_counter()
+        history.step_seconds.append(now - begin)
+        history.seconds = now - start
         if recipe.evaluates_after(step):
             history.held_out.append((step + 1, held_out_loss(model, text, recipe, device)))
         on_step(history)

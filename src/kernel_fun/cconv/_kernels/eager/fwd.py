@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kernel_fun.cconv._kernels.eager.window import Rows, pre_activation, rows_of, wide
+from kernel_fun.cconv._kernels.eager.line import (
+    blocks,
+    inputs,
+    line_of,
+    one_plus_exp,
+    pre_activation,
+    taps,
+    wide,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,30 +29,19 @@ if TYPE_CHECKING:
 
 def fwd(c: Call) -> tuple[Tensor, Tensor | None]:
     """The forward stage; see ``stages.fwd``."""
-    rows = rows_of(c)
-    y = pre_activation(c, rows)
-    if c.silu:
-        y = y * torch.sigmoid(y)
+    line = line_of(c)
+    placed = inputs(c, line)
+    w = taps(c)
+    bias = None if c.bias is None else c.bias.to(wide(c))
+    computed = torch.empty_like(placed)
+    for r, end in blocks(placed, line.W):
+        z = pre_activation(placed, w, bias, r, end)
+        if c.silu:
+            z.div_(one_plus_exp(z))
+        computed[r:end] = z
+    y = line.tokens(computed)
     if c.residual is not None:
-        y = y + c.residual.to(y.dtype)
-    y = torch.where((rows.pos >= 0)[..., None], y, 0.0).to(c.x.dtype)
-    return y, final_state(c, rows) if c.output_final_state else None
-
-
-def final_state(c: Call, rows: Rows) -> Tensor:
-    """ht [N, D, W] in x's dtype."""
-    (_, T, D), W, N = c.x.shape, c.weight.shape[1], c.N
-    ht = torch.zeros(N, D, W, dtype=wide(c), device=c.x.device)
-    if N == 0:
-        return ht.to(c.x.dtype)
-    n = torch.arange(N, device=c.x.device)
-    batch = n if c.cu_seqlens is None else torch.zeros_like(n)
-    for slot in range(W):
-        t = rows.length - W + slot
-        if T > 0:
-            b_x = c.x[batch, (rows.bos + t).clamp(0, T - 1)].to(ht.dtype)
-            ht[:, :, slot] = torch.where((t >= 0)[:, None], b_x, 0.0)
-        if c.initial_state is not None:
-            old = c.initial_state[n, :, (t + W).clamp(0, W - 1)].to(ht.dtype)
-            ht[:, :, slot] = torch.where((t < 0)[:, None], old, ht[:, :, slot])
-    return ht.to(c.x.dtype)
+        residual = c.residual.to(y.dtype)
+        y = y + (residual if line.covered is None else torch.where(line.covered, residual, 0.0))
+    ht = line.ends(placed).to(c.x.dtype).contiguous() if c.output_final_state else None
+    return y.to(c.x.dtype).contiguous(), ht
