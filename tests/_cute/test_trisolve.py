@@ -75,7 +75,9 @@ def run(L: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
         trisolve.invert_blocks(tile, warp, LANE)  # type: ignore[arg-type]
     for warp in range(4):
         trisolve.merge_16(tile, warp, LANE)  # type: ignore[arg-type]
-    for warp in range(4):
+    for warp in range(8):
+        trisolve.multiply_32(tile, warp, LANE)  # type: ignore[arg-type]
+    for warp in range(8):
         trisolve.merge_32(tile, warp, LANE)  # type: ignore[arg-type]
     X = np.zeros((SIZE, SIZE), np.float32)
     for I in range(4):
@@ -106,7 +108,7 @@ def test_inverse(name: str, L: np.ndarray, tolerance: float, on_numpy: None, mon
 
 @dataclass(frozen=True)
 class Config:
-    warps: int = 4
+    warps: int = 8
 
 
 class Inverse:
@@ -129,7 +131,10 @@ class Inverse:
         if warp < 2:
             trisolve.invert_blocks(sL, warp, lane)
         cute.arch.sync_threads()
-        trisolve.merge_16(sL, warp, lane)
+        if warp < 4:
+            trisolve.merge_16(sL, warp, lane)
+        cute.arch.sync_threads()
+        trisolve.multiply_32(sL, warp, lane)
         cute.arch.sync_threads()
         trisolve.merge_32(sL, warp, lane)
         cute.arch.sync_threads()

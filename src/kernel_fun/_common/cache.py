@@ -38,7 +38,15 @@ DISTRIBUTIONS = (
     "nvidia-cutlass-dsl-libs-cu13",
     "apache-tvm-ffi",
 )
-HOST_ONLY = frozenset({"kernel_fun._common.cache", "kernel_fun._cute.inspect", "kernel_fun._cute.varlen"})
+HOST_ONLY = frozenset(
+    {
+        "kernel_fun._common.cache",
+        "kernel_fun._cute.absent",
+        "kernel_fun._cute.inspect",
+        "kernel_fun._cute.objects",
+        "kernel_fun._cute.varlen",
+    }
+)
 """Modules a kernel module imports that leave no trace in its machine code."""
 
 

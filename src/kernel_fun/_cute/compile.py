@@ -8,8 +8,9 @@
 
     _compile(Config(...))(x, ...)      # torch tensors; runs on the current stream of their device
 
-A config is compiled once per process and, through the cache on disk, once per machine. No GPU is needed
-to compile; cutlass is imported at the first compilation, not with this module.
+A config is compiled once per process and, through the cache on disk, once per machine, or loaded from a
+directory of prebuilt kernels (see ``objects.py``). No GPU is needed to compile; cutlass is imported at the
+first compilation, not with this module.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ import dataclasses
 import logging
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from kernel_fun._common import cache, support
+from kernel_fun._cute import objects
 
 Configured = TypeVar("Configured")
 Launch = Callable[..., None]
@@ -83,11 +86,21 @@ class Jit(Generic[Configured]):
         return _symbol(self.digest(config))
 
     def _load_or_compile(self, config: Configured) -> Launch:
+        objects.refuse_under_capture(self.module, config)
+        begin = time.perf_counter()
+        launch, how = self._ready(config)
+        objects.note(self.module, config, how, time.perf_counter() - begin)
+        return launch
+
+    def _ready(self, config: Configured) -> tuple[Launch, str]:
+        launch = objects.load(self.module, config, self.options)
+        if launch is not None:
+            return launch, "prebuilt"
         digest = self.digest(config)
         found = _from_cache(digest)
         if found is not None:
-            return _loaded(found[0], digest)
-        return self._compile(config, digest)[0]
+            return _loaded(found[0], digest), "from the cache"
+        return self._compile(config, digest)[0], "compiled"
 
     def _compile(self, config: Configured, digest: str) -> tuple[Launch, bytes]:
         from cutlass import cute

@@ -1,11 +1,11 @@
-"""Inverse of a unit lower triangular 64 x 64 tile in shared memory, by four warps: 16 -> 32 -> 64.
+"""Inverse of a unit lower triangular 64 x 64 tile in shared memory, by up to eight warps: 16 -> 32 -> 64.
 
     X_II = (I + L_II)^-1                 16 x 16, by substitution, fp32, two blocks a warp
     X_ba = -X_b (L_ba X_a)               16 -> 32 and 32 -> 64, mma.sync tf32, fp32 accumulators
 
 The tile is fp32, row-major with rows of ``PITCH``; strictly lower L goes in, and no element on or above the
-diagonal is read. Nothing that another warp may still read is overwritten: X_II takes the place of L_II, and a
-merged block is built in the unused upper triangle, where :func:`shift` finds it. The three steps are plain
+diagonal is read. Nothing that another warp may still read is overwritten: X_II takes the place of L_II, X_10 and
+X_32 are built in the unused upper triangle, where :func:`shift` finds them. The four steps are plain
 Python, traced inline, for whole warps; a barrier of all who take part belongs before and between them.
 """
 
@@ -63,38 +63,40 @@ def merge_16(sL: cute.Tensor, warp: Int32, lane: Int32) -> None:
     tile.put(built, X, negated=True)
 
 
-def merge_32(sL: cute.Tensor, warp: Int32, lane: Int32) -> None:
-    """The 32 x 32 block below the diagonal, eight columns to a warp."""
+def multiply_32(sL: cute.Tensor, warp: Int32, lane: Int32) -> None:
+    """T = L_ba X_a of the 32 x 32 block below the diagonal, 16 rows of eight columns to each of eight warps."""
     tile = Fragments(sL, lane)
-    columns = warp * 8
-    in_first_block = warp < 2
+    columns, low = (warp & 3) * 8, (warp >> 2) * (BLOCK * PITCH)
+    in_first_block = columns < BLOCK
     to_X_a = columns + select(in_first_block, Int32(BLOCK - BLOCK * PITCH), Int32(0))
-    L_ba, built = 2 * BLOCK * PITCH, columns + 2 * BLOCK
     X_a = [[select(in_first_block, w, Int32(0)) for w in tile.right(k * PITCH + columns)] for k in (0, 8)]
     X_a += [tile.right(to_X_a + k * PITCH) for k in (16, 24)]
-    for m in (0, BLOCK):
-        T = accumulator()
-        for k in range(4):
-            mma_tf32(T, 0, tile.left(L_ba + m * PITCH + 8 * k), X_a[k])
-        tile.put(built + m * PITCH, T)
-    cute.arch.sync_warp()
-    T_k = [tile.right(built + k * PITCH) for k in (0, 8, 16, 24)]
-    cute.arch.sync_warp()
-    X_22, X_32 = 2 * BLOCK * (PITCH + 1), 2 * BLOCK * (PITCH + 1) + BLOCK
-    X_33 = 3 * BLOCK * (PITCH + 1)
-    for m, row in ((0, [X_22, X_22 + 8]), (BLOCK, [X_32, X_32 + 8, X_33, X_33 + 8])):
-        X = accumulator()
-        for at, t in zip(row, T_k, strict=False):
-            mma_tf32(X, 0, tile.left(at), t)
-        tile.put(built + m * PITCH, X, negated=True)
+    T = accumulator()
+    for k in range(4):
+        mma_tf32(T, 0, tile.left(2 * BLOCK * PITCH + low + 8 * k), X_a[k])
+    tile.put(columns + 2 * BLOCK + low, T)
+
+
+def merge_32(sL: cute.Tensor, warp: Int32, lane: Int32) -> None:
+    """-X_b T in the place of L_ba, by the eight warps of :func:`multiply_32`."""
+    tile = Fragments(sL, lane)
+    columns, low = (warp & 3) * 8, (warp >> 2) * (BLOCK * PITCH)
+    is_low = low > 0
+    X_22, X_33 = 2 * BLOCK * (PITCH + 1), 3 * BLOCK * (PITCH + 1)
+    # rows 0-15 are X_22 T_0, rows 16-31 X_32 T_0 + X_33 T_1
+    first = select(is_low, Int32(X_22 + BLOCK), Int32(X_22))
+    X = accumulator()
+    for k, at in enumerate((first, first + 8, X_33, X_33 + 8)):
+        left = tile.left(at)
+        if k >= 2:
+            left = [select(is_low, w, Int32(0)) for w in left]
+        mma_tf32(X, 0, left, tile.right(columns + 2 * BLOCK + 8 * k * PITCH))
+    tile.put(2 * BLOCK * PITCH + low + columns, X, negated=True)
 
 
 def shift(I: int, J: int) -> int:
     """Where block (I, J), J <= I, of the inverse stands: elements to add to its own place in the tile."""
-    if I == J:
-        return 0
-    blocks = 1 if I // 2 == J // 2 else 2
-    return blocks * BLOCK * (1 - PITCH)
+    return BLOCK * (1 - PITCH) if I != J and I // 2 == J // 2 else 0
 
 
 def accumulator() -> cute.Tensor:

@@ -57,6 +57,22 @@ def matrices(address: Int32) -> tuple[Int32, Int32, Int32, Int32]:
     )
 
 
+def product(x: Int32, y: Int32, dtype: Any) -> Int32:
+    """Two pairs of 16-bit values multiplied and rounded."""
+    return cute.arch.inline_ptx(
+        f"mul.rn.{PTX_TYPE[dtype]}x2 {{$w0}}, {{$r0}}, {{$r1}};",
+        write_only_types=[Int32],
+        read_only_args=[x, y],
+    )
+
+
+def load2(address: Int32) -> tuple[Float32, Float32]:
+    """8 bytes of shared memory as two fp32 values."""
+    return cute.arch.inline_ptx(
+        "ld.shared.v2.f32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Float32] * 2, read_only_args=[address]
+    )
+
+
 def load4(address: Int32) -> tuple[Float32, Float32, Float32, Float32]:
     """16 bytes of shared memory as four fp32 values."""
     return cute.arch.inline_ptx(
@@ -64,6 +80,11 @@ def load4(address: Int32) -> tuple[Float32, Float32, Float32, Float32]:
         write_only_types=[Float32] * 4,
         read_only_args=[address],
     )
+
+
+def store2(address: Int32, words: Sequence[Int32]) -> None:
+    """Two words to 8 bytes of shared memory."""
+    cute.arch.inline_ptx("st.shared.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, *words])
 
 
 def store4(address: Int32, words: Sequence[Int32]) -> None:

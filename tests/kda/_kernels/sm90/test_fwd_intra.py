@@ -106,7 +106,7 @@ def arguments(B=1, T=70, H=2, HV=2, K=128, device="cpu", **changes: Any) -> dict
         (dict(A_log=torch.zeros(3)), ValueError, r"`A_log` must be contiguous float32 \[2\]"),
         (dict(dt_bias=torch.zeros(256).double()), ValueError, "`dt_bias` must be contiguous float32"),
         (dict(k=torch.zeros(1, 70, 2, 128, dtype=torch.float16)), TypeError, "`k` must have the dtype of q"),
-        (dict(table=torch.zeros(2, 4)), ValueError, "`table` must be int32"),
+        (dict(table=torch.zeros(2, 4)), ValueError, "`table` must be contiguous int32"),
         (dict(gate="bounded"), ValueError, "`lower_bound` must be a number <= 0"),
         (dict(gate="bounded", lower_bound=1.0), ValueError, "`lower_bound` must be a number <= 0"),
         (dict(gate="log"), ValueError, "`A_log` and `dt_bias` must be None"),

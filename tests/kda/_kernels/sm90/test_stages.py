@@ -15,8 +15,9 @@ pytest.importorskip("cutlass")
 from kernel_fun._common import config, support
 from kernel_fun._common import device as devices
 from kernel_fun._common.device import named
+from kernel_fun._cute.varlen import chunk_table, sequence_chunks
 from kernel_fun.kda import chunk_kda
-from kernel_fun.kda._kernels.sm90 import bwd_grads, bwd_grads_reduce, bwd_state, fwd_intra, fwd_state
+from kernel_fun.kda._kernels.sm90 import bwd_grads, bwd_grads_reduce, bwd_state, fwd_intra, fwd_state, stages
 
 KERNELS = (fwd_intra, fwd_state, bwd_state, bwd_grads, bwd_grads_reduce)
 
@@ -35,6 +36,7 @@ def launched(monkeypatch):
 
     for module in KERNELS:
         monkeypatch.setattr(module, "_compile", compiler(module.__name__.rpartition(".")[2]))
+    monkeypatch.setattr(stages, "chunk_tables", lambda cu, T: (sequence_chunks(cu), chunk_table(cu, T)))
     monkeypatch.setattr(devices, "of", lambda device: named("sm90"))
     monkeypatch.setattr(support, "missing", lambda need: None)
     monkeypatch.setenv(config.KDA_BACKEND.name, "sm90")
@@ -142,15 +144,13 @@ def test_views_are_copied_only_where_tma_cannot_read_them(launched):
     assert len(launched) == 2
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_a_gate_of_another_dtype_is_refused_for_training_alone(dtype, launched):
+@pytest.mark.parametrize("dtype, read_as", [(torch.float32, "float32"), (torch.float16, "float32")])
+def test_a_gate_of_another_dtype_is_read_as_it_is_or_in_float32(dtype, read_as, launched):
     x = inputs(g=dtype)
-    with pytest.raises(RuntimeError, match=rf"bwd_grads: sm90: g is {str(dtype)[6:]}, the kernel reads"):
-        chunk_kda(**x)
-    assert not launched
-    with torch.inference_mode():
-        chunk_kda(**x)
-    assert len(launched) == 2
+    o, _ = chunk_kda(**x)
+    (dg,) = torch.autograd.grad(o.float().sum(), x["g"])
+    assert dg.dtype == dtype
+    assert {config.g for name, config in launched if name != "bwd_grads_reduce"} == {read_as}
 
 
 def test_the_table_and_the_kernels_agree_on_the_box():

@@ -78,6 +78,9 @@ class Machine:
     def op_abs(self, op: str, x: Any) -> Any:
         return [np.abs(x)]
 
+    def op_mov(self, op: str, x: Any) -> Any:
+        return [x]
+
     def op_ldmatrix(self, op: str, address: Any) -> Any:
         words = []
         for m in range(4):
@@ -101,8 +104,10 @@ class Machine:
         return list(x.astype(np.int64) if kind is np.uint32 else x)
 
     def op_st(self, op: str, address: Any, *values: Any) -> None:
+        kind = np.uint32 if op.endswith("b32") else np.float32
         for lane in LANE:
-            self.floats(int(address[lane]), len(values))[:] = [v[lane] for v in values]
+            at = int(address[lane])
+            self.smem[at : at + 4 * len(values)].view(kind)[:] = [v[lane] for v in values]
 
     def op_mma(self, op: str, *args: Any) -> Any:
         k = 8 if "m16n8k8" in op else 16
@@ -128,6 +133,7 @@ def install(monkeypatch: Any, machine: Machine, *modules: Any) -> None:
 
     monkeypatch.setattr(cute.arch, "inline_ptx", machine.ptx)
     monkeypatch.setattr(cute.arch, "shuffle_sync_bfly", lambda x, offset: x[LANE ^ offset])
+    monkeypatch.setattr(cute.arch, "sync_warp", lambda: None)
     monkeypatch.setattr(cute.arch, "rcp_approx", lambda x: np.float32(1.0) / x)
     monkeypatch.setattr(cutlass, "min", np.minimum)
     monkeypatch.setattr(cutlass, "max", np.maximum)

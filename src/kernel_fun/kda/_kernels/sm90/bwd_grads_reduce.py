@@ -2,8 +2,8 @@
 
 Maths, per token t and query head h, value heads i = h G .. h G + G - 1:
 
-    dy = sum_i share_i                              [K] fp32, i ascending
-    dx = rstd (dy - (dy . y) y),  y = rstd x        fp32; dx = dy without l2norm
+    dy = sum_i share_i                              [K] fp32, i ascending; times rstd already
+    dx = dy - (dy . x) rstd^2 x                     fp32; dx = dy without l2norm and where dy = 0, whatever x is
     out = io(dx)
 
     grid       a warp per token and query head      threads 256
@@ -19,6 +19,7 @@ import cutlass
 from cutlass import Float32, Int32, cute
 
 from kernel_fun._cute.compile import DTYPES, Program, jit, symbol, tensor
+from kernel_fun._cute.warp import select
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,14 +83,17 @@ class KdaBwdGradsReduceSm90:
                 x = cute.make_rmem_tensor(width, self.io)
                 cute.autovec_copy(own(mX, h), x)
                 rstd = mRstd[t, h]
-                y = [x[e].to(Float32) * rstd for e in range(width)]
+                y = [x[e].to(Float32) for e in range(width)]
                 dot = Float32(0.0)
+                zero = Float32(0.0)
                 for e in cutlass.range_constexpr(width):
-                    dot = dot + dy[e] * y[e]
+                    dot = dot + select(dy[e] == zero, zero, dy[e] * y[e])
                 for i in cutlass.range_constexpr(5):
                     dot = dot + cute.arch.shuffle_sync_bfly(dot, offset=1 << i)
+                none = dot == zero
+                dot = dot * rstd * rstd
                 for e in cutlass.range_constexpr(width):
-                    dy[e] = rstd * (dy[e] - dot * y[e])
+                    dy[e] = select(none, dy[e], dy[e] - dot * y[e])
             out = cute.make_rmem_tensor(width, self.io)
             out.store(dy.load().to(self.io))
             cute.autovec_copy(out, own(mOut, h))
@@ -112,7 +116,7 @@ def _compile(config: Config) -> Program:
 
 
 def bwd_grads_reduce(share: Tensor, x: Tensor, rstd: Tensor | None) -> Tensor:
-    """Gradient of ``x`` (q or k) from the shares of its value heads.
+    """Gradient of ``x`` (q or k) from the shares of its value heads: of the normalised x, times the reciprocal norm.
 
     ``share`` [B, T, HV, K] fp32 contiguous; ``x`` [B, T, H, K] bf16 or fp16, ``rstd`` [B, T, H] fp32 its reciprocal
     norms, None where it is not normalised. HV a multiple of H, K 64 or 128. Returns [B, T, H, K] in the dtype of ``x``;

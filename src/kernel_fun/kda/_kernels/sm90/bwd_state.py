@@ -28,6 +28,7 @@ Modes in global memory: q, k, g, A, Aqk (T, D, heads, B); do, dv2 (V, T, heads, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import cutlass
@@ -51,14 +52,19 @@ from kernel_fun._cute.tile import (
 from kernel_fun.kda._kernels.sm90.chunk_inputs import (
     ChunkTensors,
     check,
+    check_addresses,
     check_chunk_inputs,
     chunk_facts,
+    facts_of,
     v_tile,
 )
 from kernel_fun.kda._kernels.sm90.operands import BT, ROWS, STATE_BARRIER, Builder, Chain, ScanConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+BLOCK = 64
+"""Channels of the tiles dh leaves in: as many as dv2's have tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +93,10 @@ class Config(ScanConfig):
         io = 2
         row = self.BV * BT * io + 2 * BT * BT * io
         barriers = 128
-        small = 4 * (BT * raw_stages + self.K * self.row_stages + 32 * self.build.warps * self.l2norm)
-        tiles = self.raw_bytes * raw_stages + row * self.row_stages + self.BV * self.K * io
+        small = 4 * (
+            BT * raw_stages + self.K * self.row_stages + 2 * self.span * self.build.warps * self.l2norm
+        )
+        tiles = self.raw_bytes * raw_stages + row * self.row_stages + self.BV * BLOCK * io
         return tiles + -(-(small + barriers) // ALIGN_BYTES) * ALIGN_BYTES
 
 
@@ -104,7 +112,7 @@ class KdaBwdStateSm90:
         self.At = Tile(io, BT, BT, row, rows_contiguous=True)
         self.D = Tile(io, c.BV, BT, row, rows_contiguous=True)
         self.V = Tile(io, ROWS, BT, row * c.holders, rows_contiguous=True)
-        self.H = Tile(io, ROWS, c.K, c.holders, rows_contiguous=True)
+        self.H = Tile(io, ROWS, BLOCK, c.holders, rows_contiguous=True)
         self.padded = (("A", self.A), *((("do", self.D), ("Aqk", self.A)) if c.has_do else ()))
         self.Qt = Tile(io, c.K, BT, c.raw_stages, rows_contiguous=True)
         self.Et = Tile(io, c.K, BT, c.raw_stages, rows_contiguous=True, pitch_bytes=b.G.stage_bytes)
@@ -156,7 +164,13 @@ class KdaBwdStateSm90:
             (mCu, mFirst),
             (scale, lower_bound),
             (T, NV, HV, HV // mQ.shape[2]),
-        ).launch(grid=(NV * HV * N, 1, 1), block=(c.threads, 1, 1), stream=stream, min_blocks_per_mp=1)
+        ).launch(
+            grid=(NV * HV * N, 1, 1),
+            block=(c.threads, 1, 1),
+            cluster=(c.ctas, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
 
     @cute.kernel
     def kda_bwd_state_sm90(
@@ -169,7 +183,7 @@ class KdaBwdStateSm90:
         scale, lower_bound = scalars
         st = SmemAllocator().allocate(self.Storage)
         rings = self.builder.raw.bind(st.raw), self.builder.built.bind(st.built), self.row.bind(st.row)
-        pipe.start()
+        pipe.start(c.ctas)
 
         x = cute.arch.block_idx()[0]
         vt, hv = x % NV, x // NV % HV
@@ -178,19 +192,20 @@ class KdaBwdStateSm90:
         entry = pipe.registers_at_entry(c.threads)
         if warpgroup < c.builders:
             pipe.take_registers(c.build, entry)
+            rows = mBeta, *mRstds, chain.b, chain.start, hv, hv // G
             self.builder.run(
-                st, rings, self.padded, self.builder.scalars(chain, mBeta, mRstds, hv, G),
-                self.builder.head(parameters, hv, lower_bound), scale, warpgroup, chain.length, chain.NT,
+                st, rings, self.padded, rows, self.builder.head(parameters, hv, lower_bound), scale, warpgroup,
+                chain.length, chain.NT,
             )  # fmt: skip
         else:
             pipe.take_registers(c.state, entry)
             half = warpgroup - c.builders
             tile = vt * c.holders + half
-            rows = [chain.load(*tmaA, hv, self.A, st.A)]
+            more = [chain.load(*tmaA, hv, self.A, st.A)]
             if const_expr(c.has_do):
                 gDo = cute.domain_offset((0, chain.start), tmaDo[1][None, None, hv, chain.b])
                 gDo = cute.local_tile(gDo, self.D.shape, (vt, None))
-                rows += [
+                more += [
                     (tmaDo[0], *tma_parts(tmaDo[0], gDo, self.D.view(st.do))),
                     chain.load(*tmaAqk, hv, self.A, st.Aqk),
                 ]
@@ -201,19 +216,15 @@ class KdaBwdStateSm90:
             )
             state = lambda m: cute.local_tile(m[chain.n, hv, None, None], (ROWS, c.K), (tile, 0))
             gDh = cute.domain_offset((0, 0, chain.first), tmaDh[1][None, None, hv, None])
-            gDh = cute.local_tile(gDh, (ROWS, c.K), (tile, 0, None))
-            dv2 = (
-                tmaDv[0],
-                cols(tmaDv[1]),
-                self.V.view(st.do),
-                cols(rowsDv) if const_expr(c.is_packed) else None,
-            )
+            gDh = cute.local_tile(gDh, self.H.shape, (tile, None, None))
             self.hold(
-                st, rings, (self.builder.loads(chain, raws, st, hv, G), rows, gTotal, sTotal),
-                (tmaDh[0], gDh, self.H.view(st.dh), None), dv2,
+                st, rings, (self.builder.loads(chain, raws, st, hv, G), more, gTotal, sTotal),
+                (tmaDh[0], gDh), (tmaDv[0], cols(tmaDv[1]), cols(rowsDv) if const_expr(c.is_packed) else None),
                 state(mDht) if const_expr(c.has_dht) else None, state(mDh0) if const_expr(c.want_dh0) else None,
                 half, chain.length, chain.NT,
             )  # fmt: skip
+        if const_expr(c.paired):
+            pipe.meet_cluster()
 
     @cute.jit
     def hold(
@@ -236,13 +247,19 @@ class KdaBwdStateSm90:
         tCrE = wgmma.operand_b(thr_s, self.Et.view(st.g))
         acc_S, acc_V = wgmma.accumulator(thr_s, c.K), wgmma.accumulator(thr_t, BT)
         rS, rV, rD = (wgmma.operand_a(thr_k, n) for n in (c.K, BT, BT))
-        rSc = wgmma.as_accumulator(rS, acc_S)
         rVc, rDc = wgmma.as_accumulator(rV, acc_V), wgmma.as_accumulator(rD, acc_V)
 
+        blocks = c.K // BLOCK
+        block = cute.size(acc_V)
+        layout = acc_V.layout
+        rSc = cute.make_tensor(
+            rS.iterator, cute.make_layout((*layout.shape, blocks), stride=(*layout.stride, block))
+        )
+
         load = copy.load_transposed(mma_t, self.io, tidx)
-        tDsD, tDrD = load.partition_S(self.V.view(st.do)), load.retile(rDc)
-        put_t = copy.store_transposed(mma_t, self.io, tidx)
-        put_s = copy.store_transposed(mma_s, self.io, tidx)
+        put = copy.store_transposed(mma_t, self.io, tidx)
+        sD, sH = self.V.view(st.do), self.H.view(st.dh)[None, None, half]
+        tDsD, tDrD = load.partition_S(sD), load.retile(rDc)
         tTsT = wgmma.columns(thr_s, loads[3], c.K, c.row_stages)
         total = cute.make_rmem_tensor((2, c.K // 8), Float32)
 
@@ -273,8 +290,14 @@ class KdaBwdStateSm90:
             if const_expr(c.has_do):
                 wgmma.gemm(mma_t, acc_V, rD, tCrAqk[None, None, None, j], False)
             wgmma.gemm(mma_k, acc_V, rS, tCrR[None, None, None, r], c.has_do)
-            self.stage(put_s, rSc, dh, half)
-            self.send(dh, half, n, Int32(BT), half, tidx)
+            stages = (sH, sD[None, None, own])
+            for b in cutlass.range_constexpr(blocks):
+                self.stage(put, rSc[None, None, None, b], stages[b])
+            self.meet(half)
+            if leader:
+                for b in cutlass.range_constexpr(blocks):
+                    self.send(dh[0], stages[b], dh[1][None, None, b, n])
+                cute.arch.cp_async_bulk_commit_group()
             cute.autovec_copy(tTsT[None, None, j], total)
             wgmma.scale_columns(acc_S, total)
             wgmma.wait(0)
@@ -284,8 +307,12 @@ class KdaBwdStateSm90:
             wgmma.gemm(mma_t, acc_V, rV, tCrA[None, None, None, j], False)
             if const_expr(c.has_do):
                 wgmma.gemm(mma_s, acc_S, rD, tCrQ[None, None, None, r], True)
-            self.stage(put_t, rVc, dv2, own)
-            self.send(dv2, own, n, length - n * BT, half, tidx)
+            if leader:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+            self.meet(half)
+            self.stage(put, rVc, sD[None, None, own])
+            self.meet(half)
+            self.send_rows(dv2, sD[None, None, own], n, length - n * BT, leader)
             wgmma.wait(1 if c.has_do else 0)
             # dS += kE^T y
             wgmma.round_to(rV, acc_V)
@@ -329,33 +356,40 @@ class KdaBwdStateSm90:
         with cute.arch.elect_one():
             cute.copy(bulk, gTotal[n, None], sTotal[None, at.index], mbar_ptr=barrier)
 
-    @cute.jit
-    def stage(self, put, rX: cute.Tensor, to, slot):
-        """A result in accumulator layout to a staging tile of ``to``."""
-        cute.copy(put, put.retile(rX), put.partition_D(to[2][None, None, slot]))
+    def stage(self, put, rX: cute.Tensor, sX: cute.Tensor) -> None:
+        """A result in accumulator layout to shared memory."""
+        cute.copy(put, put.retile(rX), put.partition_D(sX))
 
-    @cute.jit
-    def send(self, to, slot, n: Int32, left: Int32, half: Int32, tidx: Int32):
-        """A staged tile to tile n of ``to``, of which ``left`` tokens are inside the sequence.
-
-        Afterwards every tile this warpgroup has sent before may be staged again.
-        """
-        tma, gX, sX, rows = to
-        leader = cute.arch.make_warp_uniform(tidx // 32) == 0
-        cute.arch.fence_view_async_shared()
-        if leader:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-        cute.arch.barrier(barrier_id=STATE_BARRIER + half, number_of_threads=WARPGROUP)
+    def send(self, tma, sX: cute.Tensor, gX: cute.Tensor) -> None:
+        """A staged tile to global memory."""
         tXsX, tXgX = tma_parts(tma, gX, sX)
-        if const_expr(rows is not None):
-            if left < BT:
-                copy.rows_out(sX[None, None, slot], rows[None, None, n], left, tidx, WARPGROUP)
-            elif leader:
-                cute.copy(tma, tXsX[None, slot], tXgX[None, n])
+        cute.copy(tma, tXsX, tXgX)
+
+    @cute.jit
+    def send_rows(self, to, sX: cute.Tensor, n: Int32, left: Int32, leader):
+        """A staged tile to tile n of ``to``, of which ``left`` tokens are inside the sequence."""
+        tma, gX, rows = to
+        if const_expr(rows is None):
+            if leader:
+                self.send(tma, sX, gX[None, None, n])
+                cute.arch.cp_async_bulk_commit_group()
+        elif left < BT:
+            thread = pipe.thread_again() % WARPGROUP  # no address of this rare copy is kept in a register
+            copy.rows_out(sX, rows[None, None, n], left, thread, WARPGROUP)
         elif leader:
-            cute.copy(tma, tXsX[None, slot], tXgX[None, n])
-        if leader:
+            self.send(tma, sX, gX[None, None, n])
             cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def meet(self, half: Int32):
+        """Barrier of a warpgroup; what it has stored to shared memory may be sent afterwards."""
+        cute.arch.fence_view_async_shared()
+        if const_expr(self.config.holders == 1):
+            cute.arch.barrier(barrier_id=STATE_BARRIER, number_of_threads=WARPGROUP)
+        elif half == 0:
+            cute.arch.barrier(barrier_id=STATE_BARRIER, number_of_threads=WARPGROUP)
+        else:
+            cute.arch.barrier(barrier_id=STATE_BARRIER + 1, number_of_threads=WARPGROUP)
 
 
 @jit(arch="sm_90a")
@@ -380,6 +414,58 @@ def _compile(config: Config) -> Program:
             Float32(1.0),
         ),
     )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a call's shapes, dtypes and flags decide: the kernel, and the shapes of its results."""
+
+    config: Config
+    values: tuple[int, ...]
+    chunks: tuple[int, ...]
+    states: tuple[int, ...]
+    runs: bool
+
+
+NAMES = ("q", "k", "g", "A", "Aqk", "total", "do", "dht")
+"""What TMA or wide loads read."""
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    facts: tuple[Any, ...], gate: str, has_bound: bool, beta_mode: str, l2norm: bool, state_v_first: bool, want_dh0: bool,
+) -> Plan:  # fmt: skip
+    """Checks of everything but addresses. ValueError or TypeError names the argument that does not fit."""
+    import torch
+
+    q, k, g, beta, A, Aqk, q_rstd, k_rstd, total, do, dht, A_log, dt_bias, cu_seqlens, first_chunks = facts
+    N, NT = check_chunk_inputs(
+        q, k, g, beta, A, Aqk, q_rstd, k_rstd, total, A_log, dt_bias, cu_seqlens, first_chunks,
+        gate=gate, has_bound=has_bound, l2norm=l2norm,
+    )  # fmt: skip
+    (B, T, _, K), HV = q[0], A[0][2]
+    if do is not None:
+        V = do[0][-1]
+    elif dht is not None:
+        V = dht[0][-2 if state_v_first else -1]
+    else:
+        raise ValueError("`do` or `dht` must be given, got None for both")
+    if V % ROWS:
+        raise ValueError(f"V must be a multiple of {ROWS}, got {V}")
+    states = (N, HV, V, K) if state_v_first else (N, HV, K, V)
+    if do is not None:
+        check("do", do, (B, T, HV, V), (q[2],), 16)
+    if dht is not None:
+        check("dht", dht, states, (torch.float32,), 16)
+    config = Config(
+        **chunk_facts(q, g, beta, A_log, dt_bias, cu_seqlens, gate=gate, beta_mode=beta_mode, l2norm=l2norm),
+        BV=v_tile(N * HV, V),
+        state_v_first=state_v_first,
+        has_do=do is not None,
+        has_dht=dht is not None,
+        want_dh0=want_dh0,
+    )
+    return Plan(config, (B, T, HV, V), (NT, HV, K, V), states, B * T * HV * V * N > 0)
 
 
 def bwd_state(
@@ -422,60 +508,23 @@ def bwd_state(
     """
     import torch
 
-    f32, io = torch.float32, q.dtype
     if gate == "log":
         A_log = dt_bias = None
-    N, NT = check_chunk_inputs(
-        q,
-        k,
-        g,
-        beta,
-        A,
-        Aqk,
-        q_rstd,
-        k_rstd,
-        total,
-        A_log,
-        dt_bias,
-        table,
-        gate=gate,
-        lower_bound=lower_bound,
-        l2norm=l2norm,
-    )
-    (B, T, _H, K), HV = q.shape, A.shape[2]
-    if do is not None:
-        V = do.shape[-1]
-    elif dht is not None:
-        V = dht.shape[-2 if state_v_first else -1]
-    else:
-        raise ValueError("`do` or `dht` must be given, got None for both")
-    if V % ROWS:
-        raise ValueError(f"V must be a multiple of {ROWS}, got {V}")
-    states = (N, HV, V, K) if state_v_first else (N, HV, K, V)
-    if do is not None:
-        check("do", do, (B, T, HV, V), (io,), 16)
-    if dht is not None:
-        check("dht", dht, states, (f32,), 16)
-
-    output = q.new_empty if table is None else q.new_zeros
-    dv2 = output((B, T, HV, V))
-    dh = q.new_empty((NT, HV, K, V))
-    dh0 = q.new_empty(states, dtype=f32) if want_dh0 else None
-    if dv2.numel() == 0 or N == 0:
-        if dh0 is not None:
-            dh0.copy_(dht) if dht is not None else dh0.zero_()
-        return dh, dv2, dh0
-    config = Config(
-        **chunk_facts(q, g, beta, A_log, dt_bias, table, gate=gate, beta_mode=beta_mode, l2norm=l2norm),
-        BV=v_tile(N * HV, V),
-        state_v_first=state_v_first,
-        has_do=do is not None,
-        has_dht=dht is not None,
-        want_dh0=want_dh0,
-    )
-    rstds = (q_rstd, k_rstd) if l2norm else (None, None)
-    _compile(config)(
-        q, k, g, beta, A, Aqk, *rstds, total, do, dht, A_log, dt_bias, *(table or (None, None)), dh, dv2, dh0, scale,
-        lower_bound or 0.0,
+    cu_seqlens, first_chunks = table or (None, None)
+    plan = _plan(
+        facts_of(q, k, g, beta, A, Aqk, q_rstd, k_rstd, total, do, dht, A_log, dt_bias, cu_seqlens, first_chunks),
+        gate, lower_bound is not None, beta_mode, l2norm, state_v_first, want_dh0,
     )  # fmt: skip
+    check_addresses(NAMES, (q, k, g, A, Aqk, total, do, dht))
+    dv2 = (q.new_empty if table is None else q.new_zeros)(plan.values)
+    dh = q.new_empty(plan.chunks)
+    dh0 = q.new_empty(plan.states, dtype=torch.float32) if want_dh0 else None
+    if plan.runs:
+        rstds = (q_rstd, k_rstd) if l2norm else (None, None)
+        _compile(plan.config)(
+            q, k, g, beta, A, Aqk, *rstds, total, do, dht, A_log, dt_bias, cu_seqlens, first_chunks, dh, dv2, dh0,
+            scale, lower_bound or 0.0,
+        )  # fmt: skip
+    elif dh0 is not None:
+        dh0.copy_(dht) if dht is not None else dh0.zero_()
     return dh, dv2, dh0

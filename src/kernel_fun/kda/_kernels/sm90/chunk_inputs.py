@@ -8,7 +8,7 @@ from kernel_fun._cute.compile import symbol, tensor
 from kernel_fun.kda._kernels.sm90.operands import BT, ScanConfig
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, dtype
 
 FEW_CTAS = 100
 """Below this many CTAs of BV = 128 the V tile is 64."""
@@ -51,24 +51,17 @@ class ChunkTensors:
         )
 
 
-def chunk_facts(
-    q: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
-    table: tuple[Tensor, Tensor] | None, *, gate: str, beta_mode: str, l2norm: bool,
-) -> dict[str, Any]:  # fmt: skip
-    """What the arguments of a scan say of its :class:`ScanConfig`; BV and the states are the kernel's own."""
-    name = lambda x: str(x.dtype).removeprefix("torch.")
-    return dict(
-        io=name(q),
-        g=name(g),
-        beta=name(beta),
-        K=q.shape[-1],
-        gate=gate,
-        beta_mode=beta_mode,
-        l2norm=l2norm,
-        has_A_log=A_log is not None,
-        has_dt_bias=dt_bias is not None,
-        index="" if table is None else name(table[0]),
-    )
+Facts = tuple[tuple[int, ...], tuple[int, ...], "dtype"]
+"""Shape, strides and dtype of a tensor: all of it that decides which kernel runs and whether it may."""
+
+
+def facts_of(*tensors: Tensor | None) -> tuple[Facts | None, ...]:
+    """Facts of tensors, as the key of what a launcher has found out about them."""
+    return tuple(None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors)
+
+
+def name_of(dtype: dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def v_tile(chains: int, V: int) -> int:
@@ -76,35 +69,42 @@ def v_tile(chains: int, V: int) -> int:
     return 64 if V % 128 or chains * (V // 128) < FEW_CTAS else 128
 
 
-def check(name: str, x: Tensor, shape: tuple[int, ...], dtypes: tuple[Any, ...], align: int = 1) -> None:
-    """Shape, dtype, contiguous last dimension, address and other strides multiples of ``align`` bytes."""
-    if tuple(x.shape) != shape:
-        raise ValueError(f"`{name}` must have shape {list(shape)}, got {list(x.shape)}")
-    if x.dtype not in dtypes:
-        raise TypeError(f"`{name}` must have dtype {' or '.join(map(str, dtypes))}, got {x.dtype}")
-    size = x.element_size()
-    if x.numel() and (
-        x.stride(-1) != 1 or any(b % align for b in (x.data_ptr(), *(s * size for s in x.stride()[:-1])))
-    ):
+def check(name: str, x: Facts, shape: tuple[int, ...], dtypes: tuple[Any, ...], align: int = 1) -> None:
+    """Shape, dtype, contiguous last dimension, other strides multiples of ``align`` bytes."""
+    found, strides, dtype = x
+    if tuple(found) != shape:
+        raise ValueError(f"`{name}` must have shape {list(shape)}, got {list(found)}")
+    if dtype not in dtypes:
+        raise TypeError(f"`{name}` must have dtype {' or '.join(map(str, dtypes))}, got {dtype}")
+    size = dtype.itemsize
+    if 0 not in found and (strides[-1] != 1 or any(s * size % align for s in strides[:-1])):
         raise ValueError(
-            f"`{name}` must be contiguous in its last dimension, its address and other strides multiples of "
-            f"{align} bytes, got strides {x.stride()} of {size} bytes"
+            f"`{name}` must be contiguous in its last dimension, its other strides multiples of {align} bytes, "
+            f"got strides {tuple(strides)} of {size} bytes"
         )
 
 
+def check_addresses(names: tuple[str, ...], tensors: tuple[Tensor | None, ...]) -> None:
+    """What TMA reads begins at a multiple of 16 bytes."""
+    for name, x in zip(names, tensors, strict=True):
+        if x is not None and x.data_ptr() % 16:
+            raise ValueError(f"`{name}` must begin at a multiple of 16 bytes, got address {x.data_ptr()}")
+
+
 def check_chunk_inputs(
-    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, A: Tensor, Aqk: Tensor, q_rstd: Tensor | None,
-    k_rstd: Tensor | None, total: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
-    table: tuple[Tensor, Tensor] | None, *, gate: str, lower_bound: float | None, l2norm: bool,
+    q: Facts, k: Facts, g: Facts, beta: Facts, A: Facts, Aqk: Facts, q_rstd: Facts | None, k_rstd: Facts | None,
+    total: Facts, A_log: Facts | None, dt_bias: Facts | None, cu_seqlens: Facts | None, first_chunks: Facts | None,
+    *, gate: str, has_bound: bool, l2norm: bool,
 ) -> tuple[int, int]:  # fmt: skip
     """Sequences N and chunks NT of a scan. ValueError or TypeError names the argument that does not fit."""
     import torch
 
-    f32, io = torch.float32, q.dtype
-    B, T, H, K = q.shape
-    HV = A.shape[2]
-    N = B if table is None else table[0].shape[0] - 1
-    NT = B * -(-T // BT) if table is None else -(-T // BT) + N
+    f32, io = torch.float32, q[2]
+    (B, T, HV, _), (H, K) = A[0], q[0][2:]
+    N = B if cu_seqlens is None else cu_seqlens[0][0] - 1
+    NT = B * -(-T // BT) if cu_seqlens is None else -(-T // BT) + N
+    if B * T >= 1 << 31:
+        raise ValueError(f"`q` must have less than 2^31 tokens, got {B * T}")
     check("q", q, (B, T, H, K), (torch.bfloat16, torch.float16), 16)
     check("k", k, (B, T, H, K), (io,), 16)
     check("g", g, (B, T, HV, K), (io, f32), 16)
@@ -123,19 +123,36 @@ def check_chunk_inputs(
     if l2norm:
         if q_rstd is None or k_rstd is None:
             raise ValueError("`q_rstd` and `k_rstd` must be given with l2norm, got None")
-        if q_rstd.stride() != k_rstd.stride():
-            raise ValueError(
-                f"`k_rstd` must have the strides of `q_rstd`, {q_rstd.stride()}, got {k_rstd.stride()}"
-            )
+        if q_rstd[1] != k_rstd[1]:
+            raise ValueError(f"`k_rstd` must have the strides of `q_rstd`, {q_rstd[1]}, got {k_rstd[1]}")
     if H == 0 or HV % H:
         raise ValueError(f"the heads of `g` must be a multiple of those of `q`, got {HV} and {H}")
     if K not in (64, 128):
         raise ValueError(f"K must be 64 or 128, got {K}")
-    if gate == "bounded" and lower_bound is None:
+    if gate == "bounded" and not has_bound:
         raise ValueError("`lower_bound` must be given with gate 'bounded', got None")
-    if table is not None:
-        check("table[0]", table[0], (N + 1,), (torch.int32, torch.int64))
-        check("table[1]", table[1], (N + 1,), (torch.int32,))
+    if cu_seqlens is not None and first_chunks is not None:
+        check("table[0]", cu_seqlens, (N + 1,), (torch.int32, torch.int64))
+        check("table[1]", first_chunks, (N + 1,), (torch.int32,))
         if B != 1:
             raise ValueError(f"`q` must have batch size 1 with a table, got {B}")
     return N, NT
+
+
+def chunk_facts(
+    q: Facts, g: Facts, beta: Facts, A_log: Facts | None, dt_bias: Facts | None, cu_seqlens: Facts | None, *,
+    gate: str, beta_mode: str, l2norm: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """What the arguments of a scan say of its :class:`ScanConfig`; BV and the states are the kernel's own."""
+    return dict(
+        io=name_of(q[2]),
+        g=name_of(g[2]),
+        beta=name_of(beta[2]),
+        K=q[0][-1],
+        gate=gate,
+        beta_mode=beta_mode,
+        l2norm=l2norm,
+        has_A_log=A_log is not None,
+        has_dt_bias=dt_bias is not None,
+        index="" if cu_seqlens is None else name_of(cu_seqlens[2]),
+    )

@@ -5,8 +5,10 @@ Maths, per item: tokens i, j of 64, channels c of K; q, k of head h = hv // G:
     q_rstd_i = rsqrt(sum_c q_ic^2 + 1e-6), k_rstd_i alike             fp32; 1 without l2norm
     a_ic     = exp(gate(g_ic))                                        fp32 in [0, 1]; 1 past the last token
     f_s, r_s = running products of a in aligned groups of s tokens    fp32, see kernel_fun._cute.scan
-    S[i, j]  = sum_c (x_ic f_s[i]) (k_jc r_s[j]),  x = q or k;  i right, j left in a group of 2 s
-               s = 1: fp32, summed in fp32;  s = 2 .. 32: both factors rounded to io, fp32 accumulators
+    S[i, j]  = sum_c (x_ic f_s[i]) (k_jc r_s[j]),  x = q or k         i right, j left in a group of 2 s; s = 1, 2, 4
+    S[i, j]  = sum_c (x_ic f_8[i]) (k_jc r_8[j] P)                    i, j of blocks I > J of 8 tokens; P is the
+                                                                      decay of the blocks between them
+               f, r, P and their products rounded to io, fp32 accumulators
     S_q[i,i] = sum_c q_ic k_ic                                        exact products, fp32 accumulators
     Aqk      = scale q_rstd_i k_rstd_j S_q                            rounded to io; 0 above the diagonal
     L        = beta_i k_rstd_i k_rstd_j S_k, i > j                    fp32
@@ -20,25 +22,18 @@ rstds [tokens, H]; total [NT, HV, K]; tokens = B T. Value heads are innermost in
 
     tiles     64 tokens x 64 channels a pass, K / 64 passes     grid min(NT HV, resident)     threads 256
     warp b    tokens 8 b .. 8 b + 7, its block; a lane has two neighbouring channels of all 8
-    norms     q.k, q.q, k.k as diagonals of mma.sync; factors of rows and columns to shared memory
-    pass      raw words -> a, f, r;  s = 1: shuffles;  s = 2, 4: 8 rows each of q f, k f, k r, one product;
-              s = 8: odd warps, with k r of the even one;  s = 16, 32: operands to where raw q, k, g were:
-
-              block   where q was   where k was   where g was
-              0, 1    k r_16        k r_32        k f_32 of block b + 6
-              2, 3    q f_16        k f_16        k r_32
-              4, 5    k r_16        q f_32        k f_32
-              6, 7    q f_16        k f_16        q f_32
-
-    blocks    s = 32: 16 rows x 32 columns a warp, 0-3;  s = 16: warps 4, 5;  16 x 16 inverses: warps 6, 7
-    merges    warps 0-3, 16 -> 32 -> 64, while TMA brings the next item and warps 4-7 store Aqk
-    barriers  TMA full; CTA: one a pass, operands, L, X_16, X_32
+    pass      norms as diagonals of mma.sync; raw words -> a, f, r;  operands over the block's own raw rows:
+              levels 1 and 2, then 4, each one product;  then q f_8 where q was, k f_8 where k was, k r_8 where g was
+    blocks    warps 0-3: the 8 x 8 block below each 16 x 16 diagonal;  4-7: P of every other pair, and total
+              warps 0-5: 16 x 16 blocks of S, P times k r_8 in registers;  6, 7: 16 x 16 inverses
+    merges    16 -> 32 by warps 0-3 while TMA brings the next item and 4-7 store Aqk;  32 -> 64 by all
+    barriers  TMA full; CTA: operands, diagonals and P, L, X_16, T, X_32
 
     smem      q, k, g         64 K each, in their dtypes, 128-byte swizzle
               L, then A       64 x 68 fp32
               Aqk             64 x 64 io, 16-byte units of row i permuted by i mod 8
-              scales          3 x 64 fp32
-              D, left         8 K fp32: decay of each block; K / 64 x 4 operands k r_8
+              scales, beta    4 x 64 fp32; dt_bias, A_log: K + 1
+              D, between      8 K fp32: decay of each block; 24 K / 2 words: P of each pair, two channels a word
     regs      128, 2 CTAs an SM
 """
 
@@ -51,19 +46,20 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int16, Int32, Int64, cute
 
-from kernel_fun._common import device
+from kernel_fun._common.device import of
 from kernel_fun._cute import scan, trisolve
 from kernel_fun._cute.compat import SmemAllocator
 from kernel_fun._cute.compile import DTYPES, Program, jit, symbol, tensor
-from kernel_fun._cute.decay import GATES, NO_DECAY, Gate
+from kernel_fun._cute.decay import GATES, LOG2E, NO_DECAY, Gate, exp2
+from kernel_fun._cute.pipe import thread_again
 from kernel_fun._cute.tile import SMEM_BYTES, Tile, tma_parts
-from kernel_fun._cute.varlen import FIRST, VALID
-from kernel_fun._cute.warp import load4, matrices, mma, mma_k8, pack, select, store4, unpack
+from kernel_fun._cute.warp import load2, load4, matrices, mma, pack, product, select, store2, store4, unpack
+from kernel_fun.kda._kernels.sm90.chunk_inputs import facts_of
 
 if TYPE_CHECKING:
-    from torch import Tensor, dtype
+    from torch import Tensor, device
 
 ARCH = "sm_90a"
 BT = 64
@@ -73,6 +69,9 @@ THREADS = 32 * WARPS
 PASS = 64
 """Channels of one pass: a row of 128 bytes, two channels a lane."""
 
+PAIRS = 24
+"""Pairs of blocks, one left of the other, that are not the two of one 16 x 16 block."""
+
 ROW_WORDS = 32
 SLOT_WORDS = BC * ROW_WORDS
 HALF_WORDS = BT * ROW_WORDS
@@ -81,19 +80,27 @@ EPS = 1e-6
 CTA_RESERVED_BYTES = 1024
 SM_SMEM_BYTES = 233472
 SM_REGISTERS = 65536
+SOLVERS = 4
+"""Warps that merge inverses; the first of the others asks for the next item."""
+
 CTAS = 2
 """CTAs of an SM: 128 registers a thread are as many as the kernel wants."""
 
 
 class Place(IntEnum):
-    """What a CTA knows of the item it works on."""
+    """What a CTA knows of an item: words in shared memory, written by the warp that fetches it."""
 
     CHUNK = 0
     HV = 1
-    H = 2
-    IN_GROUP = 3
-    FIRST = 4
-    VALID = 5
+    FIRST = 2
+    VALID = 3
+    H = 4
+    IN_GROUP = 5
+    PHASE = 6
+
+
+PLACE_WORDS = 8
+TABLE_ROW_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -150,16 +157,18 @@ class Config:
         return 2 * self.k_words
 
     @property
-    def left_words(self) -> int:
-        """Left operands of level 8, one a pair of blocks and pass."""
-        return self.passes * WARPS // 2 * SLOT_WORDS
+    def between_words(self) -> int:
+        """Decays between blocks, a word for two channels."""
+        return PAIRS * self.K // 2
 
     def tile_bytes(self) -> int:
         return 4 * (self.g_words + self.k_words * (2 if self.g == "float32" else 1))
 
     def resources(self) -> Resources:
-        smem = 1024 + self.tile_bytes() + trisolve.TILE_BYTES + BT * BT * 2
-        smem += 4 * (3 * BT + WARPS * self.K + self.left_words)
+        smem = (
+            1024 + self.tile_bytes() + trisolve.TILE_BYTES + BT * BT * 2
+        )  # the first: barrier, places, alignment
+        smem += 4 * (4 * BT + (WARPS + 1) * self.K + self.between_words)
         ctas = min(CTAS, SM_SMEM_BYTES // (smem + CTA_RESERVED_BYTES))
         if smem > SMEM_BYTES:
             raise ValueError(f"shared memory of {self} is {smem} bytes, more than {SMEM_BYTES}")
@@ -203,10 +212,13 @@ class KdaFwdIntraSm90:
             g: self.g_tile.field()
             L: cute.struct.Align[cute.struct.MemRange[Float32, trisolve.SIZE * trisolve.PITCH], 128]
             Aqk: cute.struct.Align[cute.struct.MemRange[self.io, BT * BT], 128]
-            scales: cute.struct.MemRange[Float32, 3 * BT]
+            scales: cute.struct.Align[cute.struct.MemRange[Float32, 3 * BT], 128]
             D: cute.struct.Align[cute.struct.MemRange[Float32, WARPS * self.c.K], 128]
-            left: cute.struct.Align[cute.struct.MemRange[Int32, self.c.left_words], 128]
+            between: cute.struct.Align[cute.struct.MemRange[Int32, self.c.between_words], 128]
             full: cute.struct.MemRange[Int64, 1]
+            place: cute.struct.MemRange[Int32, 2 * PLACE_WORDS + 1]
+            beta: cute.struct.MemRange[Int32, BT]
+            parameters: cute.struct.Align[cute.struct.MemRange[Float32, self.c.K + 1], 128]
 
         self.Storage = Storage
         H, HV, NT = mQ.shape[1], mTotal.shape[1], mTotal.shape[0]
@@ -255,6 +267,8 @@ class KdaFwdIntraSm90:
         full = st.full.data_ptr()
         if tid == 0:
             cute.arch.mbarrier_init(full, 1)
+            place = self.place
+            place[2 * PLACE_WORDS] = Int32(0)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         self.divisors = by_HV, by_G, by_NT
@@ -264,78 +278,91 @@ class KdaFwdIntraSm90:
             (tma_g, mG, self.g_tile, st.g),
         )
         items, step = mTotal.shape[0] * mTotal.shape[1], cute.arch.grid_dim()[0]
-        at = cute.make_rmem_tensor(len(Place), Int32)
-        small = cute.make_rmem_tensor(4, Float32)
-        phase = cute.make_rmem_tensor(1, Int32)
-        phase[0] = Int32(0)
-        self.fetch(cute.arch.block_idx()[0], items, T, at, small, mTable, mBeta, mA_log, mDt_bias, full)
+        now = cute.make_rmem_tensor(1, Int32)
+        now[0] = Int32(0)
+        if self.warp == SOLVERS:
+            self.fetch(cute.arch.block_idx()[0], items, T, Int32(0), mTable, full)
+        cute.arch.sync_threads()
+        self.keep(self.ask(Int32(0), mBeta, mA_log, mDt_bias))
+        cute.arch.sync_threads()
         for item in cutlass.range(cute.arch.block_idx()[0], items, step, unroll=1):
-            chunk, hv, h, in_group = at[Place.CHUNK], at[Place.HV], at[Place.H], at[Place.IN_GROUP]
-            first, valid = at[Place.FIRST], at[Place.VALID]
+            self.lanes(
+                st, thread_again()
+            )  # what follows from the lane is made anew: no register holds it all along
+            here = now[0]
+            valid = self.place[here + Place.VALID]
             if valid > 0:
-                cute.arch.mbarrier_wait(full, phase[0])
-                phase[0] = phase[0] ^ 1
+                cute.arch.mbarrier_wait(full, self.place[here + Place.PHASE])
                 self.blank(valid)
                 self.clear_diagonal()
-                self.norms()
+                acc = self.scores(lower_bound)
                 if self.lane < BC:
                     row = BC * self.warp + self.lane
-                    rstd = self.scale_of_row(row, small[0], scale, valid)
+                    rstd = self.scale_of_row(row, self.beta_value(self.beta[row]), scale, valid)
                     if cutlass.const_expr(self.c.l2norm):
-                        if row < valid and in_group == 0:
+                        if row < valid and self.place[here + Place.IN_GROUP] == 0:
+                            first, h = self.place[here + Place.FIRST], self.place[here + Place.H]
                             mQ_rstd[first + row, h] = rstd[0]
                             mK_rstd[first + row, h] = rstd[1]
-                self.scores(small, mDt_bias, hv, lower_bound)
-                self.total(mTotal[chunk, hv, None], tid)
+                cute.arch.sync_threads()
+                self.lanes(st, thread_again())
+                self.put_block(acc)
+                if self.warp < SOLVERS:
+                    self.level_eight()
+                else:
+                    chunk, hv = self.place[here + Place.CHUNK], self.place[here + Place.HV]
+                    self.decays_between(mTotal[chunk, hv, None])
                 cute.arch.sync_threads()
                 if self.warp < 6:
                     self.blocks()
                 else:
                     trisolve.invert_blocks(self.L, self.warp - 6, self.lane)
                 cute.arch.fence_view_async_shared()  # the tiles go back to TMA
-                cute.arch.sync_threads()
-            self.fetch(item + step, items, T, at, small, mTable, mBeta, mA_log, mDt_bias, full)
+            cute.arch.sync_threads()
+            self.lanes(st, thread_again())
+            now[0] = here ^ PLACE_WORDS
+            if self.warp == SOLVERS:
+                self.fetch(item + step, items, T, now[0], mTable, full)
             if valid > 0:
-                if self.warp < 4:
+                if self.warp < SOLVERS:
                     trisolve.merge_16(self.L, self.warp, self.lane)
                 else:
-                    self.store_Aqk(mAqk[None, hv, None], first, valid, tid)
+                    self.store_Aqk(mAqk, here, valid)
+            cute.arch.sync_threads()
+            asked = self.ask(now[0], mBeta, mA_log, mDt_bias)
+            if valid > 0:
+                trisolve.multiply_32(self.L, self.warp, self.lane)
                 cute.arch.sync_threads()
-                if self.warp < 4:
-                    trisolve.merge_32(self.L, self.warp, self.lane)
-                cute.arch.sync_threads()
-                self.store_A(mA[None, hv, None], first, valid, tid)
+                trisolve.merge_32(self.L, self.warp, self.lane)
+            self.keep(asked)
+            cute.arch.sync_threads()
+            if valid > 0:
+                self.store_A(mA, here, valid)
 
     @cute.jit
     def fetch(
-        self,
-        item: Int32,
-        items: Int32,
-        T: Int32,
-        at: cute.Tensor,
-        small: cute.Tensor,
-        mTable: cute.Tensor | None,
-        mBeta: cute.Tensor,
-        mA_log: cute.Tensor | None,
-        mDt_bias: cute.Tensor | None,
-        full: cute.Pointer,
+        self, item: Int32, items: Int32, T: Int32, here: Int32, mTable: cute.Tensor | None, full: cute.Pointer
     ):
-        """Where an item is, and its loads: tiles by TMA, the rest to registers. None past the last item."""
+        """Where an item is, to ``here``, and its tiles by TMA. No valid token past the last item."""
         by_HV, by_G, by_NT = self.divisors
-        at[Place.VALID] = Int32(0)
-        if item < items:
-            chunk, hv = divmod(item, by_HV)
-            h, in_group = divmod(hv, by_G)
-            if cutlass.const_expr(self.c.packed):
-                first, valid = mTable[chunk, FIRST], mTable[chunk, VALID]
-            else:
-                b, c = divmod(chunk, by_NT)
-                first, valid = b * T + c * BT, cutlass.min(T - c * BT, BT)
-            place = (chunk, hv, h, in_group, first, valid)
-            for n in cutlass.range_constexpr(len(Place)):
-                at[n] = Int32(place[n])
-            if valid > 0:
-                if self.warp == 0:
+        place = self.place
+        if self.warp == SOLVERS:
+            valid, phase = Int32(0), place[2 * PLACE_WORDS]
+            cute.arch.sync_warp()
+            if item < items:
+                chunk, hv = divmod(item, by_HV)
+                h, in_group = divmod(hv, by_G)
+                if cutlass.const_expr(self.c.packed):
+                    first, valid = row_of_table(mTable.iterator.toint() + Int64(chunk) * TABLE_ROW_BYTES)
+                else:
+                    b, c = divmod(chunk, by_NT)
+                    first, valid = b * T + c * BT, cutlass.min(T - c * BT, BT)
+                known = (chunk, hv, first, h, in_group, phase)
+                names = (Place.CHUNK, Place.HV, Place.FIRST, Place.H, Place.IN_GROUP, Place.PHASE)
+                for n, x in zip(names, known, strict=True):
+                    place[here + n] = Int32(x)
+                if valid > 0:
+                    place[2 * PLACE_WORDS] = phase ^ 1
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive_and_expect_tx(full, self.c.tile_bytes())
                     for n in cutlass.range_constexpr(3):
@@ -346,24 +373,62 @@ class KdaFwdIntraSm90:
                         )
                         for p in cutlass.range_constexpr(self.c.passes):
                             cute.copy(tma, tXgX[None, p], tXsX[None, p], tma_bar_ptr=full)
-                row = BC * self.warp + self.lane
-                if self.lane < BC and row < valid:
-                    small[0] = mBeta[first + row, hv].to(Float32)
-                if cutlass.const_expr(mA_log is not None):
-                    small[1] = mA_log[hv]
-                self.read_bias(small, mDt_bias, hv, Int32(0))
+            place[here + Place.VALID] = valid
 
     @cute.jit
-    def scores(self, small: cute.Tensor, mDt_bias: cute.Tensor | None, hv: Int32, lower_bound: Float32):
-        """Levels 1..8 of Aqk and L, and the operands of the others."""
-        gate = Gate.of_head(
-            self.c.gate, small[1] if cutlass.const_expr(self.c.has_A_log) else None, lower_bound
+    def ask(
+        self, here: Int32, mBeta: cute.Tensor, mA_log: cute.Tensor | None, mDt_bias: cute.Tensor | None
+    ) -> tuple[Int32, Float32, Float32]:
+        """beta of the lane's row of an item, as it is in memory, and of the thread's channel dt_bias; A_log."""
+        tid = 32 * self.warp + self.lane
+        word, bias, A_log = Int32(0), Float32(0.0), Float32(0.0)
+        valid = self.place[here + Place.VALID]
+        if valid > 0:
+            hv = self.place[here + Place.HV]
+            kind = Int32 if cutlass.const_expr(self.c.beta == "float32") else Int16
+            raw = cute.make_tensor(cute.recast_ptr(mBeta.iterator, dtype=kind), mBeta.layout)
+            row = cutlass.min(BC * self.warp + (self.lane & 7), valid - 1)
+            word = Int32(raw[self.place[here + Place.FIRST] + row, hv])
+            if cutlass.const_expr(self.c.has_dt_bias):
+                bias = mDt_bias[hv * self.c.K + (tid & (self.c.K - 1))]
+            if cutlass.const_expr(self.c.has_A_log):
+                A_log = mA_log[hv]
+        return word, bias, A_log
+
+    @cute.jit
+    def keep(self, asked: tuple[Int32, Float32, Float32]):
+        """What was asked for, to where the passes find it."""
+        word, bias, A_log = asked
+        beta, parameters = self.beta, self.parameters
+        tid = 32 * self.warp + self.lane
+        if self.lane < BC:
+            beta[BC * self.warp + self.lane] = word
+        if cutlass.const_expr(self.c.has_dt_bias):
+            if tid < self.c.K:
+                parameters[tid] = bias
+        if cutlass.const_expr(self.c.has_A_log):
+            if tid == 0:
+                parameters[self.c.K] = A_log
+
+    def beta_value(self, word: Int32) -> Float32:
+        """beta as fp32."""
+        return (
+            as_float(word)
+            if self.c.beta == "float32"
+            else unpack(word, getattr(cutlass, DTYPES[self.c.beta]))[0]
         )
-        acc = cute.make_rmem_tensor(9, Float32)
+
+    @cute.jit
+    def scores(self, lower_bound: Float32):
+        """Levels 1, 2 and 4 of Aqk and L, which stay in registers, and the operands of all wider blocks."""
+        A_log = self.parameters[self.c.K] if cutlass.const_expr(self.c.has_A_log) else None
+        gate = Gate.of_head(self.c.gate, A_log, lower_bound)
+        acc = cute.make_rmem_tensor(9, Float32)  # six of the levels, three norms
         acc.fill(0.0)
         for p in cutlass.range(self.c.passes, unroll=1):
-            self.one_pass(p, gate, mDt_bias, hv, acc, small)
-        self.put_block(acc)
+            self.one_pass(p, gate, acc)
+        self.put_norms(acc)
+        return acc
 
     def lanes(self, st: Any, tid: Int32) -> None:
         """Views of shared memory and a thread's position."""
@@ -375,7 +440,10 @@ class KdaFwdIntraSm90:
         self.at = st.q.data_ptr().toint()
         self.L = st.L.get_tensor(cute.make_layout(trisolve.SIZE * trisolve.PITCH))
         self.D = st.D.get_tensor(cute.make_layout(WARPS * c.K))
-        self.left = st.left.get_tensor(cute.make_layout(c.left_words))
+        self.beta = words_of(st.beta, BT)
+        self.parameters = st.parameters.get_tensor(cute.make_layout(self.c.K + 1))
+        self.place = words_of(st.place, 2 * PLACE_WORDS + 1)
+        self.between = words_of(st.between, c.between_words)
         self.Aqk_words = words_of(st.Aqk, BT * ROW_WORDS)
         self.Aqk_values = st.Aqk.get_tensor(cute.make_layout(BT * BT))
         self.scales = st.scales.get_tensor(cute.make_layout(3 * BT))
@@ -384,12 +452,6 @@ class KdaFwdIntraSm90:
         """Zeros to the warp's rows of its 16 x 16 block of Aqk, of which those above the diagonal remain."""
         i, unit = BC * self.warp + (self.lane & 7), (self.warp & 6) + ((self.lane >> 3) & 1)
         store4(self.Aqk_words.iterator.toint() + i * 128 + ((unit ^ (i & 7)) << 4), [Int32(0)] * 4)
-
-    def read_bias(self, small: cute.Tensor, mDt_bias: cute.Tensor | None, hv: Int32, p: Int32) -> None:
-        """dt_bias of the lane's two channels of a pass."""
-        if mDt_bias is not None:
-            channel = hv * self.c.K + p * PASS + 2 * self.lane
-            small[2], small[3] = mDt_bias[channel], mDt_bias[channel + 1]
 
     @cute.jit
     def blank(self, valid: Int32):
@@ -410,35 +472,35 @@ class KdaFwdIntraSm90:
         x = Float32(NO_DECAY[self.c.gate])
         return bits_of(x) if self.c.g == "float32" else pack(x, x, self.g_tile.dtype)
 
-    @cute.jit
-    def norms(self):
-        """q.k, q.q and k.k of the warp's rows, to where their scales will stand.
+    def norms(self, slot: Int32, acc: cute.Tensor) -> None:
+        """q.k, q.q and k.k of the warp's rows over the channels of a pass, added to acc[6:9].
 
-        The diagonals of [q; k] k^T and [q; k] q^T, eight channels at a time.
+        The diagonals of [q; k] k^T and [q; k] q^T: lane (r, t) has that of row r if t = r / 2.
         """
-        acc = cute.make_rmem_tensor(8, Float32)
-        acc.fill(0.0)
-        m = self.lane >> 3
         at = (
             self.at
-            + self.warp * (4 * SLOT_WORDS)
-            + (m & 1) * (4 * self.c.k_words)
-            + row_of_matrix(self.lane, m >> 1)
+            + 4 * slot
+            + row_of_matrix(self.lane, self.lane >> 4)
+            + ((self.lane >> 3) & 1) * (4 * self.c.k_words)
         )
-        for p in cutlass.range(self.c.passes, unroll=1):
-            for u in cutlass.range_constexpr(0, PASS // 8, 2):
-                x = matrices((at + p * (4 * HALF_WORDS)) ^ (16 * u))
-                for n in cutlass.range_constexpr(2):
-                    qk = x[2 * n : 2 * n + 2]
-                    mma_k8(acc, 0, qk, qk[1], self.io)
-                    if cutlass.const_expr(self.c.l2norm):
-                        mma_k8(acc, 4, qk, qk[0], self.io)
-        scales = self.scales
+        sums = cute.make_rmem_tensor(8, Float32)
+        sums.fill(0.0)
+        for j in range(PASS // 16):
+            x = matrices(at ^ (32 * j))
+            mma(sums, 0, x, x[1::2], self.io)
+            if self.c.l2norm:
+                mma(sums, 4, x, x[0::2], self.io)
         odd = (self.r & 1) == 1
-        sums = [select(odd, acc[at + 1], acc[at]) for at in (0, 4, 2)]
+        for n, e in enumerate((0, 4, 2), 6):
+            acc[n] = acc[n] + select(odd, sums[e + 1], sums[e])
+
+    @cute.jit
+    def put_norms(self, acc: cute.Tensor):
+        """The sums of :meth:`norms` to where their scales will stand."""
+        scales = self.scales
         if (self.r >> 1) == self.t:
             for n in cutlass.range_constexpr(3):
-                scales[n * BT + BC * self.warp + self.r] = sums[n]
+                scales[n * BT + BC * self.warp + self.r] = acc[6 + n]
         cute.arch.sync_warp()
 
     def scale_of_row(
@@ -453,7 +515,7 @@ class KdaFwdIntraSm90:
             q_rstd, k_rstd = Float32(1.0), Float32(1.0)
         if self.c.beta_mode != "raw":
             top = 2.0 if self.c.beta_mode == "sigmoid2" else 1.0
-            beta = top / (1.0 + cute.math.exp(-beta))
+            beta = top * cute.arch.rcp_approx(exp2(beta * -LOG2E) + 1.0)
         of_q, of_k, column = (
             select(exists, x, Float32(0.0)) for x in (scale * q_rstd, beta * k_rstd, k_rstd)
         )
@@ -463,325 +525,306 @@ class KdaFwdIntraSm90:
         return q_rstd, k_rstd
 
     @cute.jit
-    def total(self, mTotal: cute.Tensor, tid: Int32):
-        """Decay of the whole chunk, a channel a thread."""
-        D, K = self.D, self.c.K
-        if tid < K:
-            x = D[tid]
-            for b in cutlass.range_constexpr(1, WARPS):
-                x = x * D[b * K + tid]
-            mTotal[tid] = x
-
-    @cute.jit
     def one_pass(
         self,
         p: Int32,
         gate: cutlass.Constexpr[Any],
-        mDt_bias: cute.Tensor | None,
-        hv: Int32,
         acc: cute.Tensor,
-        small: cute.Tensor,
     ):
         """64 channels: decays, levels 1..8, operands of levels 16 and 32."""
         c, block = self.c, self.warp
         slot = p * HALF_WORDS + block * SLOT_WORDS
+        bias = (
+            load2(self.parameters.iterator.toint() + 4 * (p * PASS + 2 * self.lane))
+            if c.has_dt_bias
+            else None
+        )
+        self.norms(slot, acc)
         # word of channels 2 lane, 2 lane + 1 in row i: 16-byte unit u of a row stands at u ^ i
-        self.row = [slot + (self.lane ^ (4 * i)) for i in range(BC)]
-        q, k = cute.make_rmem_tensor(BC, Int32), cute.make_rmem_tensor(BC, Int32)
-        a = cute.make_rmem_tensor(2 * BC, Float32)
+        self.row = [slot + i * ROW_WORDS + (self.lane ^ (4 * i)) for i in range(BC)]
+        a = []
         for i in cutlass.range_constexpr(BC):
-            at = self.row[i] + i * ROW_WORDS
-            q[i], k[i] = self.words[at], self.words[at + c.k_words]
             x = self.raw_gate(p, i)
-            for e in cutlass.range_constexpr(2):
-                a[2 * i + e] = gate.decay(x[e] + small[2 + e] if cutlass.const_expr(c.has_dt_bias) else x[e])
-        self.read_bias(small, mDt_bias, hv, cutlass.min(p + 1, c.passes - 1))
+            a.append([gate.decay(x[e] + bias[e] if c.has_dt_bias else x[e]) for e in range(2)])
+        columns = [scan.start([x[e] for x in a]) for e in range(2)]
+        q, k = ([self.words[x + n * c.k_words] for x in self.row] for n in range(2))
         cute.arch.sync_warp()  # every raw word of the slots has been read
-
-        k_values = [unpack(k[i], self.io) for i in range(BC)]
-        columns = [scan.start([a[2 * i + e] for i in range(BC)]) for e in range(2)]
-        self.level_one(columns, q, k_values, acc)
-        self.levels_two_and_four(slot, columns, q, k, k_values, acc)
+        self.levels_one_and_two(slot, columns, q, k, acc)
+        self.level_four(slot, columns, q, k, acc)
         for f, r in columns:
             scan.double(f, r, 4)
-        f, r = ([columns[e][x] for e in range(2)] for x in range(2))
+        for i in cutlass.range_constexpr(BC):
+            f, r = (self.factor(columns, n, i) for n in range(2))
+            self.put(i, 0, self.times(q[i], f))
+            self.put(i, c.k_words, self.times(k[i], f))
+            self.put(i, c.g_words, self.times(k[i], r))
+        D = [bits_of(f[BC - 1]) for f, _ in columns]
+        store2(self.D.iterator.toint() + 4 * (block * c.K + p * PASS + 2 * self.lane), D)
 
-        # level 8: the odd block of a pair is right, and multiplies
-        odd = block & 1
-        left_at = (p * (WARPS // 2) + (block >> 1)) * SLOT_WORDS
-        for _ in cutlass.range(odd, unroll=1):
-            self.put_rows(self.words, self.row, 0, [unpack(q[i], self.io) for i in range(BC)], f)
-            self.put_rows(self.words, self.row, c.k_words, k_values, f)
-        for _ in cutlass.range(1 - odd, unroll=1):
-            self.put_rows(self.left, [left_at + (self.lane ^ (4 * i)) for i in range(BC)], 0, k_values, r)
-        D = self.D
-        for e in cutlass.range_constexpr(2):
-            D[block * c.K + p * PASS + 2 * self.lane + e] = f[e][BC - 1]
-        cute.arch.sync_threads()
-        for _ in cutlass.range(odd, unroll=1):
-            m = self.lane >> 3
-            a_at = self.at + 4 * slot + (m & 1) * (4 * c.k_words) + row_of_matrix(self.lane, m >> 1)
-            b_at = self.left.iterator.toint() + 4 * left_at + row_of_matrix(self.lane, m)
-            self.multiply(acc, 4, a_at, b_at)
-
-        # levels 16 and 32: decays to or from the edge of the wider group are one factor a channel
-        D_1 = self.decays_of(block ^ 1, p)
-        D_2 = [
-            x * y
-            for x, y in zip(
-                self.decays_of((block ^ 2) & 6, p), self.decays_of((block ^ 2) | 1, p), strict=True
-            )
-        ]
-        right_16, right_32 = (block >> 1) & 1, block >> 2
-        one = Float32(1.0)
-        f_16 = [select(odd == 1, x, one) for x in D_1]
-        r_16 = [select(odd == 1, one, x) for x in D_1]
-        f_32 = [x * select(right_16 == 1, y, one) for x, y in zip(f_16, D_2, strict=True)]
-        r_32 = [x * select(right_16 == 1, one, y) for x, y in zip(r_16, D_2, strict=True)]
-        q_32 = select(right_16 == 1, Int32(c.g_words), Int32(c.k_words))
-        k_32 = select(right_16 == 1, Int32(c.g_words - 6 * SLOT_WORDS), Int32(c.g_words))
-        self.wide_level(right_16, Int32(0), Int32(c.k_words), Int32(0), f, f_16, r, r_16, q, k_values)
-        self.wide_level(right_32, q_32, k_32, q_32, f, f_32, r, r_32, q, k_values)
-
-    @cute.jit
-    def wide_level(
-        self,
-        right: Int32,
-        q_slot: Int32,
-        k_slot: Int32,
-        left_slot: Int32,
-        f: cutlass.Constexpr[Any],
-        to_f: cutlass.Constexpr[Any],
-        r: cutlass.Constexpr[Any],
-        to_r: cutlass.Constexpr[Any],
-        q: cute.Tensor,
-        k_values: cutlass.Constexpr[Any],
-    ):
-        """Operands of one level: q f, k f of a block in the right half of its group, k r of one in the left.
-
-        A loop of no or one turn, because a branch would be predicated and both sides issued.
-        """
-        for _ in cutlass.range(right, unroll=1):
-            factor = [[x * to_f[e] for x in f[e]] for e in range(2)]
-            at = [x + q_slot for x in self.row]
-            self.put_rows(self.words, at, 0, [unpack(q[i], self.io) for i in range(BC)], factor)
-            self.put_rows(self.words, [x + k_slot for x in self.row], 0, k_values, factor)
-        for _ in cutlass.range(1 - right, unroll=1):
-            factor = [[scan.times(x, to_r[e]) for x in r[e]] for e in range(2)]
-            self.put_rows(self.words, [x + left_slot for x in self.row], 0, k_values, factor)
-
-    def raw_gate(self, p: Int32, i: int) -> tuple[Float32, Float32]:
-        """g of the lane's two channels and token i of the warp's block, as fp32."""
-        if self.c.g != "float32":
-            return unpack(self.words[self.row[i % 8] + i * ROW_WORDS + self.c.g_words], self.g_tile.dtype)
-        # a row is 32 channels: the first 32 of the pass for every token, then the others
-        column = (2 * (self.lane & 15)) ^ (4 * (i % 8))
-        at = (2 * p + (self.lane >> 4)) * HALF_WORDS + self.warp * SLOT_WORDS + column
-        at = at + i * ROW_WORDS + self.c.g_words
-        return as_float(self.words[at]), as_float(self.words[at + 1])
-
-    def decays_of(self, block: Int32, p: Int32) -> list[Float32]:
-        """D_8 of a block, the lane's two channels."""
-        at = block * self.c.K + p * PASS + 2 * self.lane
-        return [self.D[at], self.D[at + 1]]
-
-    def put_rows(
-        self, words: cute.Tensor, rows: list[Any], slot: int, x: list[Any], factor: list[list[Any]]
+    def levels_one_and_two(
+        self, slot: Int32, columns: Any, q: list[Any], k: list[Any], acc: cute.Tensor
     ) -> None:
-        """Operand x factor of the block's tokens, ``slot`` words from ``rows``."""
-        for i in range(BC):
-            pair = [scan.times(x[i][e], factor[e][i]) for e in range(2)]
-            words[rows[i] + i * ROW_WORDS + slot] = pack(*pair, self.io)
-
-    def level_one(self, columns: Any, q: cute.Tensor, k: list[Any], acc: cute.Tensor) -> None:
-        """Level 1, tokens 2 n and 2 n + 1 of one lane, summed over the lanes: added to acc[8].
-
-        Lanes 4 n .. 4 n + 3 end with S_q of pair n, lanes 16 + 4 n .. with S_k.
-        """
-        sums: list[Any] = [None] * BC
-        for n in range(BC // 2):
-            i, j = 2 * n + 1, 2 * n
-            qi = unpack(q[i], self.io)
-            for e in range(2):
-                left = k[j][e] * columns[e][0][i]
-                for x, at in ((qi[e], n), (k[i][e], n + BC // 2)):
-                    sums[at] = x * left if sums[at] is None else sums[at] + x * left
-        for bit in (16, 8, 4):
-            upper = (self.lane & bit) != 0
-            half = len(sums) // 2
-            kept = [select(upper, sums[n + half], sums[n]) for n in range(half)]
-            sent = [select(upper, sums[n], sums[n + half]) for n in range(half)]
-            sums = [x + cute.arch.shuffle_sync_bfly(y, offset=bit) for x, y in zip(kept, sent, strict=True)]
-        x = sums[0]
-        for bit in (2, 1):
-            x = x + cute.arch.shuffle_sync_bfly(x, offset=bit)
-        acc[8] = acc[8] + x
-
-    def levels_two_and_four(
-        self, slot: Int32, columns: Any, q: cute.Tensor, k: cute.Tensor, k_values: Any, acc: cute.Tensor
-    ) -> None:
-        """[q f; k f] of the four right tokens of a level times k r of its left ones, both levels at once.
-
-        Rows 0-3 are level 2, 4-7 level 4: q f where q was, k f where k was, k r where g was. To acc[0:4].
-        """
-        words, c = self.words, self.c
-        for n, s in enumerate((2, 4)):
-            for f, r in columns:
-                scan.double(f, r, s // 2)
-            (f0, r0), (f1, r1) = columns
-            for m, (i, j) in enumerate(
-                zip(scan.right_half(s, BC), scan.left_half(s, BC), strict=True), 4 * n
-            ):
-                at = self.row[m] + m * ROW_WORDS
-                qi = unpack(q[i], self.io)
-                words[at] = pack(qi[0] * f0[i], qi[1] * f1[i], self.io)
-                words[at + c.k_words] = pack(k_values[i][0] * f0[i], k_values[i][1] * f1[i], self.io)
-                left = k[j]
-                if r0[j] is not None:
-                    left = pack(k_values[j][0] * r0[j], k_values[j][1] * r1[j], self.io)
-                words[at + c.g_words] = left
+        """[q f; k f] of the right tokens times k r of the left ones, to acc[:4]. Level 1 is rows 0-3, level 2 4-7."""
+        c = self.c
+        for n, s in enumerate((1, 2)):
+            if s > 1:
+                for f, r in columns:
+                    scan.double(f, r, s // 2)
+            tokens = zip(scan.right_half(s, BC), scan.left_half(s, BC), strict=True)
+            for row, (i, j) in enumerate(tokens, 4 * n):
+                f = self.factor(columns, 0, i)
+                self.put(row, 0, self.times(q[i], f))
+                self.put(row, c.k_words, self.times(k[i], f))
+                self.put(row, c.g_words, self.times(k[j], self.factor(columns, 1, j)))
         cute.arch.sync_warp()
         m = self.lane >> 3
         a_at = self.at + 4 * slot + (m & 1) * (4 * c.k_words) + row_of_matrix(self.lane, m >> 1)
         b_at = self.at + 4 * (slot + c.g_words) + row_of_matrix(self.lane, m)
-        self.multiply(acc, 0, a_at, b_at)
-        cute.arch.sync_warp()
-
-    def multiply(self, acc: cute.Tensor, at: int, a_at: Int32, b_at: Int32) -> None:
-        """acc[at : at + 4] += A B over the 64 channels of a pass."""
         for j in range(PASS // 32):
             b = matrices(b_at ^ (64 * j))
             for half in range(2):
-                a = matrices(a_at ^ (64 * j + 32 * half))
-                mma(acc, at, a, b[2 * half : 2 * half + 2], self.io)
+                mma(acc, 0, matrices(a_at ^ (64 * j + 32 * half)), b[2 * half : 2 * half + 2], self.io)
+        cute.arch.sync_warp()
+
+    def level_four(self, slot: Int32, columns: Any, q: list[Any], k: list[Any], acc: cute.Tensor) -> None:
+        """Rows 0-3 q f and 4-7 k f of the right tokens times k r of the left ones, to acc[4:6]."""
+        c = self.c
+        for f, r in columns:
+            scan.double(f, r, 2)
+        for n in range(4):
+            f = self.factor(columns, 0, 4 + n)
+            self.put(n, 0, self.times(q[4 + n], f))
+            self.put(4 + n, 0, self.times(k[4 + n], f))
+            self.put(n, c.k_words, self.times(k[n], self.factor(columns, 1, n)))
+        cute.arch.sync_warp()
+        a_at = self.at + 4 * slot + row_of_matrix(self.lane, self.lane >> 3)
+        sums = cute.make_rmem_tensor(4, Float32)  # rows 8-15 repeat rows 0-7
+        sums.fill(0.0)
+        for j in range(PASS // 32):
+            a, b = (matrices((a_at + n * 4 * c.k_words) ^ (64 * j)) for n in range(2))
+            for half in range(2):
+                x, y = a[2 * half : 2 * half + 2]
+                mma(sums, 0, (x, x, y, y), b[2 * half : 2 * half + 2], self.io)
+        for e in range(2):
+            acc[4 + e] = acc[4 + e] + sums[e]
+        cute.arch.sync_warp()
+
+    def factor(self, columns: Any, n: int, i: int) -> Any:
+        """f (n = 0) or r (n = 1) of token i and the lane's two channels, a word; None stands for 1."""
+        x, y = (column[n][i] for column in columns)
+        return None if x is None else pack(x, y, self.io)
+
+    def times(self, word: Any, factor: Any) -> Any:
+        """Two channels of a token times a factor."""
+        return word if factor is None else product(word, factor, self.io)
+
+    def put(self, row: int, tile: int, word: Any) -> None:
+        """A word of a row of the warp's slot, ``tile`` words from that of q."""
+        self.words[self.row[row] + tile] = word
+
+    def raw_gate(self, p: Int32, i: int) -> tuple[Float32, Float32]:
+        """g of the lane's two channels and token i of the warp's block, as fp32."""
+        if self.c.g != "float32":
+            return unpack(self.words[self.row[i] + self.c.g_words], self.g_tile.dtype)
+        # a row is 32 channels: the first 32 of the pass for every token, then the others
+        column = (2 * (self.lane & 15)) ^ (4 * i)
+        at = (2 * p + (self.lane >> 4)) * HALF_WORDS + self.warp * SLOT_WORDS + column
+        at = at + i * ROW_WORDS + self.c.g_words
+        return as_float(self.words[at]), as_float(self.words[at + 1])
 
     @cute.jit
     def put_block(self, acc: cute.Tensor):
-        """What the warp knows of Aqk and L: its own 8 x 8 block, and if it is odd the block of level 8."""
+        """The warp's own 8 x 8 block of Aqk and L."""
         first, scales = BC * self.warp, self.scales
         sL, values = self.L, self.Aqk_values
         r, t = self.r, self.t
-        # rows 0-3 of the product are level 2, of which its two groups are wanted, rows 4-7 level 4
-        level_2 = r < 4
-        if (level_2 and (r >> 1) == t) or (r >= 4 and t >= 2):
-            i = first + select(level_2, 2 * r + 2 - (r & 1), r)
-            j = first + select(level_2, 4 * t, 2 * t - 4)
-            columns = self.column_scales(j)
-            self.put_q(i, j, acc[0], acc[1], scales[i], columns)
-            self.put_k(i, j, acc[2], acc[3], scales[BT + i], columns)
-        if (self.lane & 3) == 0:
-            j = first + 2 * ((self.lane >> 2) & 3)
-            x = acc[8] * scales[2 * BT + j]
-            if self.lane < 16:
-                values[2 * self.Aqk_word(j + 1, j)] = (x * scales[j + 1]).to(self.io)
+        if (r >> 1) == t:
+            if r < 4:
+                j = first + 2 * r
+                x, y = select((r & 1) == 1, acc[1], acc[0]), select((r & 1) == 1, acc[3], acc[2])
+                column = scales[2 * BT + j]
+                values[2 * self.Aqk_word(j + 1, j)] = (x * (scales[j + 1] * column)).to(self.io)
+                sL[(j + 1) * trisolve.PITCH + j] = y * (scales[BT + j + 1] * column)
             else:
-                sL[(j + 1) * trisolve.PITCH + j] = x * scales[BT + j + 1]
-        if (self.warp & 1) == 1:
-            i, j = first + r, first - BC + 2 * t
+                self.put_pair(acc, 0, first + 2 * r - 6 - (r & 1), first + 4 * (t - 2))
+        if t < 2:
+            i, j = first + 4 + (r & 3), first + 2 * t
             columns = self.column_scales(j)
-            self.put_q(i, j, acc[4], acc[5], scales[i], columns)
-            self.put_k(i, j, acc[6], acc[7], scales[BT + i], columns)
+            if r < 4:
+                self.put_q(i, j, acc[4], acc[5], scales[i], columns)
+            else:
+                self.put_k(i, j, acc[4], acc[5], scales[BT + i], columns)
+
+    def put_pair(self, acc: cute.Tensor, at: int, i: Int32, j: Int32) -> None:
+        """Elements (i, j), (i, j + 1) of Aqk and L from those of S_q, acc[at : at + 2], and S_k."""
+        columns = self.column_scales(j)
+        self.put_q(i, j, acc[at], acc[at + 1], self.scales[i], columns)
+        self.put_k(i, j, acc[at + 2], acc[at + 3], self.scales[BT + i], columns)
 
     def Aqk_word(self, i: Int32, j: Int32) -> Int32:
         """Word of elements (i, j), (i, j + 1) of Aqk, j even: unit u of row i stands at u ^ (i mod 8)."""
         return i * ROW_WORDS + (((j >> 3) ^ (i & 7)) << 2) + ((j & 7) >> 1)
 
     def column_scales(self, j: Int32) -> tuple[Float32, Float32]:
-        return self.scales[2 * BT + j], self.scales[2 * BT + j + 1]
+        return load2(self.scales.iterator.toint() + 4 * (2 * BT + j))
 
     def put_q(self, i: Int32, j: Int32, x: Float32, y: Float32, row: Float32, columns: Any) -> None:
         """Elements (i, j), (i, j + 1) of Aqk from those of S_q; j is even."""
         self.Aqk_words[self.Aqk_word(i, j)] = pack(x * (row * columns[0]), y * (row * columns[1]), self.io)
 
     def put_k(self, i: Int32, j: Int32, x: Float32, y: Float32, row: Float32, columns: Any) -> None:
-        """Elements (i, j), (i, j + 1) of L from those of S_k."""
-        at = i * trisolve.PITCH + j
-        self.L[at] = x * (row * columns[0])
-        self.L[at + 1] = y * (row * columns[1])
+        """Elements (i, j), (i, j + 1) of L from those of S_k; j is even."""
+        pair = [bits_of(x * (row * columns[0])), bits_of(y * (row * columns[1]))]
+        store2(self.L.iterator.toint() + 4 * (i * trisolve.PITCH + j), pair)
+
+    @cute.jit
+    def level_eight(self):
+        """Blocks (2 w + 1, 2 w) of Aqk and L by warp w."""
+        acc = cute.make_rmem_tensor(8, Float32)
+        acc.fill(0.0)
+        right = self.warp * 2 + 1
+        a_at, b_at = self.rows_of(right), self.columns_of(right - 1)
+        for p in cutlass.range_constexpr(self.c.passes):
+            for j in cutlass.range_constexpr(PASS // 32):
+                b = matrices((b_at + 4 * HALF_WORDS * p) ^ (64 * j))
+                for half in cutlass.range_constexpr(2):
+                    a = matrices((a_at + 4 * HALF_WORDS * p) ^ (64 * j + 32 * half))
+                    mma(acc, 4 * half, a, b[2 * half : 2 * half + 2], self.io)
+        for e in cutlass.range_constexpr(4):
+            acc[e] = acc[e] + acc[4 + e]
+        self.put_pair(acc, 0, BC * right + self.r, BC * (right - 1) + 2 * self.t)
+
+    def rows_of(self, block: Int32) -> Int32:
+        """Address for ldmatrix of an A operand: q f of a block's tokens, then k f, 16 channels."""
+        m = self.lane >> 3
+        slot = self.at + block * (4 * SLOT_WORDS)
+        return slot + (m & 1) * (4 * self.c.k_words) + row_of_matrix(self.lane, m >> 1)
+
+    def columns_of(self, block: Int32) -> Int32:
+        """Address for ldmatrix of two B operands: k r of a block's tokens, 32 channels."""
+        slot = self.at + 4 * self.c.g_words + block * (4 * SLOT_WORDS)
+        return slot + row_of_matrix(self.lane, self.lane >> 3)
+
+    @cute.jit
+    def decays_between(self, mTotal: cute.Tensor):
+        """Decays from the end of block J to the start of block I, and of the whole chunk, by 128 threads.
+
+        A thread has two channels, and the even blocks I or the odd ones. Words of 32 channels stand in the
+        order of B operands: lane t of a row finds its four words of two products together.
+        """
+        c, between = self.c, self.between
+        pairs = c.K // 2
+        thread = 32 * (self.warp - SOLVERS) + self.lane
+        odd, pair = thread // pairs, thread % pairs
+        if odd < 2:
+            at = self.D.iterator.toint() + 8 * pair
+            D = [load2(at + 4 * c.K * b) for b in range(WARPS)]
+            word = (pair & ~15) + 4 * (pair & 3) + ((pair >> 2) & 3)
+            word = word + odd * (2 * pairs)
+            is_odd = odd == 1
+            for even in cutlass.range_constexpr(2, WARPS, 2):
+                x = [select(is_odd, y, Float32(1.0)) for y in D[even]]
+                for J in cutlass.range_constexpr(even - 1, -1, -1):
+                    between[word + place_of(even, J) * pairs] = pack(x[0], x[1], self.io)
+                    x = [y * d for y, d in zip(x, D[J], strict=True)]
+            if is_odd:  # x is the product of the first seven
+                mTotal[2 * pair] = x[0] * D[7][0]
+                mTotal[2 * pair + 1] = x[1] * D[7][1]
 
     @cute.jit
     def blocks(self):
-        """Levels 16 and 32.
-
-        Level 32: 16 rows of q (warps 0, 2) or k (1, 3) with 32 columns. Level 16: 16 rows of both with 16
-        columns (warps 4, 5). The operands stand as the table of the module says.
-        """
-        tile, half = 4 * 8 * ROW_WORDS, 4 * HALF_WORDS
-        q_at, k_at, g_at = self.at, self.at + 4 * self.c.k_words, self.at + 4 * self.c.g_words
-        left, right = rows_then_units(self.lane), units_then_rows(self.lane)
+        """Blocks (I, J), J < I, beyond the 16 x 16 ones, two by two a warp: see :func:`place_of`."""
+        c, w = self.c, self.warp
+        below, far = w >= 1, w >= 3
+        top = select(far, Int32(6), select(below, Int32(4), Int32(2)))
+        left = 2 * (w - select(far, Int32(3), select(below, Int32(1), Int32(0))))
         acc = cute.make_rmem_tensor(16, Float32)
         acc.fill(0.0)
-        is_k = (self.warp & 1) == 1
-        if self.warp < 4:
-            low = select(is_k, g_at + 4 * tile, k_at + 4 * tile)
-            high = select(is_k, g_at, g_at + 6 * tile)
-            a = select(self.warp < 2, low, high) + left
-            for p in cutlass.range(self.c.passes, unroll=1):
-                for j in cutlass.range_constexpr(PASS // 16):
-                    x = matrices((a + p * half) ^ (32 * j))
-                    for J in cutlass.range_constexpr(2):
-                        y = matrices(((k_at, g_at + 2 * tile)[J] + right + p * half) ^ (32 * j))
-                        for n in cutlass.range_constexpr(2):
-                            mma(acc, 8 * J + 4 * n, x, y[2 * n : 2 * n + 2], self.io)
-            i = 32 + 16 * (self.warp >> 1) + self.r
-            for x in cutlass.range_constexpr(2):
-                row = self.scales[select(is_k, Int32(BT), Int32(0)) + i + 8 * x]
-                for n in cutlass.range_constexpr(4):
-                    j, e = 8 * n + 2 * self.t, 4 * n + 2 * x
-                    columns = self.column_scales(j)
-                    if is_k:
-                        self.put_k(i + 8 * x, j, acc[e], acc[e + 1], row, columns)
-                    else:
-                        self.put_q(i + 8 * x, j, acc[e], acc[e + 1], row, columns)
-        elif self.warp < 6:
-            pair = (self.warp - 4) * 4
-            for p in cutlass.range(self.c.passes, unroll=1):
-                for j in cutlass.range_constexpr(PASS // 16):
-                    at = ((pair + 2) * tile + p * half + left) ^ (32 * j)
-                    y = matrices((q_at + pair * tile + right + p * half) ^ (32 * j))
-                    for n in cutlass.range_constexpr(2):
-                        x = matrices((q_at, k_at)[n] + at)
-                        mma(acc, 8 * n, x, y[:2], self.io)
-                        mma(acc, 8 * n + 4, x, y[2:], self.io)
-            i, first = 8 * (pair + 2) + self.r, 8 * pair + 2 * self.t
-            for n in cutlass.range_constexpr(2):
-                columns = self.column_scales(first + 8 * n)
-                for x in cutlass.range_constexpr(2):
-                    e, row = 4 * n + 2 * x, i + 8 * x
-                    self.put_q(row, first + 8 * n, acc[e], acc[e + 1], self.scales[row], columns)
-                    self.put_k(row, first + 8 * n, acc[e + 8], acc[e + 9], self.scales[BT + row], columns)
+        a_at, b_at = self.rows_of(top), self.columns_of(left)
+        f_at = self.between.iterator.toint() + w * (4 * 2 * c.K) + 16 * self.t
+        steps = [(p, j) for p in range(c.passes) for j in range(PASS // 32)]
+        ahead = self.block_operands(a_at, b_at, f_at, *steps[0])
+        for i in cutlass.range_constexpr(len(steps)):
+            a, b, f = ahead
+            if cutlass.const_expr(i + 1 < len(steps)):
+                ahead = self.block_operands(a_at, b_at, f_at, *steps[i + 1])
+            for n in cutlass.range_constexpr(4):
+                y = [product(x, bits_of(z), self.io) for x, z in zip(b[n & 1], f[n], strict=True)]
+                for half in cutlass.range_constexpr(2):
+                    mma(acc, 4 * n, a[n >> 1][half], y[2 * half : 2 * half + 2], self.io)
+        columns = [self.column_scales(BC * (left + n) + 2 * self.t) for n in range(2)]
+        for n in cutlass.range_constexpr(4):
+            i, j = BC * (top + (n >> 1)) + self.r, BC * (left + (n & 1)) + 2 * self.t
+            self.put_q(i, j, acc[4 * n], acc[4 * n + 1], self.scales[i], columns[n & 1])
+            self.put_k(i, j, acc[4 * n + 2], acc[4 * n + 3], self.scales[BT + i], columns[n & 1])
+
+    def block_operands(self, a_at: Int32, b_at: Int32, f_at: Int32, p: int, j: int) -> Any:
+        """Of 32 channels: A of two blocks, B of two, and the decays between them."""
+        at, slot = 4 * HALF_WORDS * p, 4 * SLOT_WORDS
+        a = [[matrices((a_at + slot * n + at) ^ (64 * j + 32 * half)) for half in range(2)] for n in range(2)]
+        b = [matrices((b_at + slot * n + at) ^ (64 * j)) for n in range(2)]
+        f = [load4(f_at + p * (2 * PASS) + n * (2 * self.c.K) + 64 * j) for n in range(4)]
+        return a, b, f
 
     @cute.jit
-    def store_A(self, mA: cute.Tensor, first: Int32, valid: Int32, tid: Int32):
+    def store_A(self, mA: cute.Tensor, here: Int32, valid: Int32):
         """Rows of A that are tokens: four columns a thread in every sixteenth row."""
-        words = cute.make_rmem_tensor(2, Int32)
-        values = cute.make_tensor(cute.recast_ptr(words.iterator, dtype=self.io), cute.make_layout(4))
-        row, unit = tid >> 4, tid & 15
+        row, unit = 2 * self.warp + (self.lane >> 4), self.lane & 15
         J = unit >> 2
+        to, step = self.rows_from(mA, here, row, 8 * unit)
+        from_ = self.L.iterator.toint() + 4 * (row * trisolve.PITCH + 4 * unit)
         for I in cutlass.range_constexpr(BT // 16):
-            i = 16 * I + row
-            if i < valid:
-                from_ = i * trisolve.PITCH + 4 * unit
-                for B in cutlass.range_constexpr(I):
-                    from_ = from_ + select(J == B, Int32(trisolve.shift(I, B)), Int32(0))
-                x = load4(self.L.iterator.toint() + 4 * from_)
-                for e in cutlass.range_constexpr(2):
-                    words[e] = select(J <= I, pack(x[2 * e], x[2 * e + 1], self.io), Int32(0))
-                cute.autovec_copy(values, cute.local_tile(mA[first + i, None], (4,), (unit,)))
+            if 16 * I + row < valid:
+                at = from_ + 4 * 16 * I * trisolve.PITCH
+                if cutlass.const_expr(I % 2 == 1):
+                    at = at + select(J == I - 1, Int32(4 * trisolve.shift(I, I - 1)), Int32(0))
+                x = load4(at)
+                words = [pack(x[2 * e], x[2 * e + 1], self.io) for e in range(2)]
+                if cutlass.const_expr(I < 3):
+                    words = [select(J <= I, w, Int32(0)) for w in words]
+                put_global(to + I * step, words)
 
     @cute.jit
-    def store_Aqk(self, mAqk: cute.Tensor, first: Int32, valid: Int32, tid: Int32):
+    def store_Aqk(self, mAqk: cute.Tensor, here: Int32, valid: Int32):
         """Rows of Aqk that are tokens, by 128 threads: eight columns a thread in every sixteenth row."""
-        words = cute.make_rmem_tensor(4, Int32)
-        values = cute.make_tensor(cute.recast_ptr(words.iterator, dtype=self.io), cute.make_layout(8))
-        row, unit = (tid & 127) >> 3, tid & 7
+        row, unit = 4 * (self.warp & 3) + (self.lane >> 3), self.lane & 7
+        to, step = self.rows_from(mAqk, here, row, 16 * unit)
+        from_ = self.Aqk_words.iterator.toint() + row * 128 + ((unit ^ (row & 7)) << 4)
         for I in cutlass.range_constexpr(BT // 16):
-            i = 16 * I + row
-            if i < valid:
-                x = load4(self.Aqk_words.iterator.toint() + i * 128 + ((unit ^ (i & 7)) << 4))
-                for e in cutlass.range_constexpr(4):
-                    words[e] = select((unit >> 1) <= I, bits_of(x[e]), Int32(0))
-                cute.autovec_copy(values, cute.local_tile(mAqk[first + i, None], (8,), (unit,)))
+            if 16 * I + row < valid:
+                words = [bits_of(x) for x in load4(from_ + 16 * 128 * I)]
+                if cutlass.const_expr(I < 3):
+                    words = [select((unit >> 1) <= I, w, Int32(0)) for w in words]
+                put_global(to + I * step, words)
+
+    def rows_from(self, mX: cute.Tensor, here: Int32, row: Int32, byte: Int32) -> tuple[Int64, Int64]:
+        """Address of a byte in a row of the item in a [tokens, HV, 64] result, and how far 16 rows are."""
+        HV, first, hv = mX.shape[1], self.place[here + Place.FIRST], self.place[here + Place.HV]
+        start = (Int64(first + row) * HV + hv) * (2 * BT)
+        return mX.iterator.toint() + start + byte, Int64(HV * (2 * BT * 16))
+
+
+def place_of(even: int, J: int) -> int:
+    """Place of the pair of blocks (even, J) among the decays between blocks; (even + 1, J) is two behind.
+
+    A warp has four neighbours: 0 (2-3, 0-1);  1, 2 (4-5, 0-1), (4-5, 2-3);  3, 4, 5 (6-7, 0-1), (6-7, 2-3), (6-7, 4-5).
+    """
+    warp = {2: 0, 4: 1, 6: 3}[even] + J // 2
+    return 4 * warp + J % 2
+
+
+def row_of_table(address: Int64) -> tuple[Int32, Int32]:
+    """First token and valid tokens of a chunk, the first two words of its row of the table."""
+    return cute.arch.inline_ptx(
+        "ld.global.v2.b32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Int32, Int32], read_only_args=[address]
+    )
+
+
+def put_global(address: Int64, words: list[Any]) -> None:
+    """Two or four words to global memory."""
+    names = ", ".join(f"{{$r{n + 1}}}" for n in range(len(words)))
+    ptx = f"st.global.v{len(words)}.b32 [{{$r0}}], {{{names}}};"
+    cute.arch.inline_ptx(ptx, read_only_args=[address, *words])
 
 
 def heads_last(mX: cute.Tensor) -> cute.Tensor:
@@ -850,6 +893,54 @@ def _compile(config: Config) -> Program:
     )
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What a call's shapes, dtypes and flags decide: the kernel, and the sizes of its results."""
+
+    config: Config
+    sizes: tuple[int, int, int, int, int]
+    """B, T, H, HV, K."""
+    NT: int
+    CTAs: int
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    facts: tuple[Any, ...], gate: str, lower_bound: float | None, beta_mode: str, l2norm: bool, at: device
+) -> Plan:
+    """Checks of everything but addresses. ValueError or TypeError names the argument that does not fit."""
+    import torch
+
+    q, k, g, beta, A_log, dt_bias, table = facts
+    B, T, H, K = q[0]
+    HV = g[0][2]
+    for name, x, shape in (("k", k, (B, T, H, K)), ("g", g, (B, T, HV, K)), ("beta", beta, (B, T, HV))):
+        if tuple(x[0]) != shape:
+            raise ValueError(f"`{name}` must have shape {list(shape)}, got {list(x[0])}")
+    for name, x, size in (("A_log", A_log, HV), ("dt_bias", dt_bias, HV * K)):
+        if x is not None and (x[2] != torch.float32 or tuple(x[0]) != (size,) or x[1] != (1,)):
+            raise ValueError(f"`{name}` must be contiguous float32 [{size}], got {x[2]} {list(x[0])}")
+    if table is not None:
+        if table[2] != torch.int32 or len(table[0]) != 2 or table[0][1] != 4 or table[1] != (4, 1):
+            raise ValueError(f"`table` must be contiguous int32 [NT, 4], got {table[2]} {list(table[0])}")
+        if B != 1:
+            raise ValueError(f"`q` must have B = 1 with a chunk table, got B = {B}")
+    if k[2] != q[2]:
+        raise TypeError(f"`k` must have the dtype of q, {q[2]}, got {k[2]}")
+    if H == 0 or HV % H:
+        raise ValueError(f"`g` must have a multiple of {H} heads, got {HV}")
+    if gate == "bounded" and (lower_bound is None or not lower_bound <= 0.0):
+        raise ValueError(f"`lower_bound` must be a number <= 0 with gate 'bounded', got {lower_bound}")
+    if B * T >= 1 << 31:
+        raise ValueError(f"`q` must have fewer than 2^31 tokens, got {B * T}")
+    config = Config(
+        *(str(x[2]).removeprefix("torch.") for x in (q, g, beta)), K, gate, beta_mode, l2norm,
+        A_log is not None, dt_bias is not None, table is not None,
+    )  # fmt: skip
+    NT = B * -(-T // BT) if table is None else table[0][0]
+    return Plan(config, (B, T, H, HV, K), NT, config.resources().ctas_per_sm * of(at).sms)
+
+
 def fwd_intra(
     q: Tensor,
     k: Tensor,
@@ -880,76 +971,48 @@ def fwd_intra(
     """
     import torch
 
-    B, T, H, K = q.shape
-    HV = g.shape[2]
-    for name, x, shape in (("k", k, (B, T, H, K)), ("g", g, (B, T, HV, K)), ("beta", beta, (B, T, HV))):
-        if tuple(x.shape) != shape:
-            raise ValueError(f"`{name}` must have shape {list(shape)}, got {list(x.shape)}")
-    for name, x, size in (("A_log", A_log, HV), ("dt_bias", dt_bias, HV * K)):
-        if x is not None and (x.dtype != torch.float32 or tuple(x.shape) != (size,) or not x.is_contiguous()):
-            raise ValueError(f"`{name}` must be contiguous float32 [{size}], got {x.dtype} {list(x.shape)}")
-    if table is not None and (table.dtype != torch.int32 or table.ndim != 2 or table.shape[1] != 4):
-        raise ValueError(f"`table` must be int32 [NT, 4], got {table.dtype} {list(table.shape)}")
-    if table is not None and B != 1:
-        raise ValueError(f"`q` must have B = 1 with a chunk table, got B = {B}")
-    if k.dtype != q.dtype:
-        raise TypeError(f"`k` must have the dtype of q, {q.dtype}, got {k.dtype}")
-    if H == 0 or HV % H:
-        raise ValueError(f"`g` must have a multiple of {H} heads, got {HV}")
-    if gate == "bounded" and (lower_bound is None or not lower_bound <= 0.0):
-        raise ValueError(f"`lower_bound` must be a number <= 0 with gate 'bounded', got {lower_bound}")
+    plan = _plan(
+        facts_of(q, k, g, beta, A_log, dt_bias, table), gate, lower_bound, beta_mode, l2norm, q.device
+    )
+    (B, T, H, HV, K), NT, new = plan.sizes, plan.NT, q.new_empty
     tokens = B * T
-    if tokens >= 1 << 31:
-        raise ValueError(f"`q` must have fewer than 2^31 tokens, got {tokens}")
-    config = _config(
-        q.dtype, g.dtype, beta.dtype, K, gate, beta_mode, l2norm,
-        A_log is not None, dt_bias is not None, table is not None,
-    )  # fmt: skip
-    NT = B * -(-T // BT) if table is None else table.shape[0]
-    A, Aqk = q.new_empty(tokens, HV, BT), q.new_empty(tokens, HV, BT)
-    q_rstd, k_rstd = (q.new_empty(tokens, H, dtype=torch.float32) if l2norm else None for _ in range(2))
-    total = q.new_empty(NT, HV, K, dtype=torch.float32)
+    A, Aqk = new((B, T, HV, BT)), new((B, T, HV, BT))
+    rstds = new((2, B, T, H), dtype=torch.float32).unbind(0) if l2norm else (None, None)
+    total = new((NT, HV, K), dtype=torch.float32)
     if NT * HV * tokens:
-        _compile(config)(
-            _tma_operand(q, tokens),
-            _tma_operand(k, tokens),
-            _tma_operand(g, tokens),
-            _detached(beta).reshape(tokens, HV).contiguous(),
-            None if A_log is None else _detached(A_log),
-            None if dt_bias is None else _detached(dt_bias),
+        flat = (tokens, HV, BT)
+        _compile(plan.config)(
+            _tma_operand(q),
+            _tma_operand(k),
+            _tma_operand(g),
+            beta.detach().reshape(tokens, HV).contiguous(),
+            A_log,
+            dt_bias,
             table,
-            A,
-            Aqk,
-            q_rstd,
-            k_rstd,
+            A.view(flat),
+            Aqk.view(flat),
+            *(None if x is None else x.view(tokens, H) for x in rstds),
             total,
             T,
             scale,
             lower_bound or 0.0,
-            _ctas_per_sm(config) * device.of(q.device).sms,
+            plan.CTAs,
         )
-    rstds = (None if x is None else x.view(B, T, H) for x in (q_rstd, k_rstd))
-    return A.view(B, T, HV, BT), Aqk.view(B, T, HV, BT), *rstds, total
+    return A, Aqk, *rstds, total
 
 
-@lru_cache(maxsize=None)
-def _config(q: dtype, g: dtype, beta: dtype, *facts: Any) -> Config:
-    """The config of three dtypes and, in its order, everything else."""
-    return Config(*(str(x).removeprefix("torch.") for x in (q, g, beta)), *facts)
-
-
-@lru_cache(maxsize=None)
-def _ctas_per_sm(config: Config) -> int:
-    return config.resources().ctas_per_sm
-
-
-def _tma_operand(x: Tensor, tokens: int) -> Tensor:
+def _tma_operand(x: Tensor) -> Tensor:
     """[B, T, heads, D] as [tokens, heads, D] that TMA can address.
 
     Copied where its tokens are not equally spaced or its base or strides are not multiples of 16 bytes.
     """
-    _, _, heads, D = x.shape
-    flat = _detached(x).reshape(tokens, heads, D)
+    if x.requires_grad:
+        x = x.detach()
+    B, T, heads, D = x.shape
+    if x.is_contiguous() and not (x.data_ptr() % 16 or 1 in (B * T, heads)):
+        return x.view(B * T, heads, D)
+    tokens = B * T
+    flat = x.reshape(tokens, heads, D)
     strides = flat.stride()
     if tokens == 1 or heads == 1:  # the stride of a size 1 says nothing
         strides = (heads * D if tokens == 1 else strides[0], D if heads == 1 else strides[1], strides[2])
@@ -958,7 +1021,3 @@ def _tma_operand(x: Tensor, tokens: int) -> Tensor:
     if strides[2] == 1 and not (strides[0] % step or strides[1] % step or flat.data_ptr() % 16):
         return flat
     return flat.new_empty(flat.shape).copy_(flat)
-
-
-def _detached(x: Tensor) -> Tensor:
-    return x.detach() if x.requires_grad else x

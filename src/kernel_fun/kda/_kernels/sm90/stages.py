@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kernel_fun._cute.varlen import chunk_table, sequence_chunks
+from kernel_fun._cute.packing import chunk_tables
 from kernel_fun.kda._kernels.sm90 import bwd_grads as grads_kernel
 from kernel_fun.kda._kernels.sm90 import bwd_state as reverse_kernel
 from kernel_fun.kda._kernels.sm90 import fwd_intra as intra_kernel
@@ -27,12 +27,9 @@ if TYPE_CHECKING:
 
 def fwd_intra(call: Call) -> Intra:
     """See :class:`kernel_fun.kda.stages.FwdIntra`."""
-    g, beta = (_readable(x, call) for x in (call.g, call.beta))
+    q, k, _, g, beta = _inputs(call)
     A_log, dt_bias = _parameters(call)
-    found = intra_kernel.fwd_intra(
-        call.q.detach(), call.k.detach(), g, beta, A_log, dt_bias, _chunks(call), **_forms(call)
-    )
-    return Intra(*found)
+    return Intra(*intra_kernel.fwd_intra(q, k, g, beta, A_log, dt_bias, _chunks(call), **_forms(call)))
 
 
 def fwd_state(call: Call, intra: Intra, *, keep: bool) -> Scan:
@@ -40,7 +37,7 @@ def fwd_state(call: Call, intra: Intra, *, keep: bool) -> Scan:
     return _scan(call, intra, wants_ht=call.output_final_state, keep=keep)
 
 
-def _scan(call: Call, intra: Intra, *, wants_ht: bool, keep: bool) -> Scan:
+def _scan(call: Call, intra: Intra, *, wants_ht: bool, keep: bool, wants_o: bool = True) -> Scan:
     assert intra.total is not None
     q, k, v, g, beta = _inputs(call)
     A_log, dt_bias = _parameters(call)
@@ -48,7 +45,7 @@ def _scan(call: Call, intra: Intra, *, wants_ht: bool, keep: bool) -> Scan:
     found = state_kernel.fwd_state(
         q, k, v, g, beta, intra.A, intra.Aqk, intra.q_rstd, intra.k_rstd, intra.total, h0,
         A_log, _by_head(dt_bias, call), _sequences(call),
-        state_v_first=call.state_v_first, want_ht=wants_ht, want_h=keep, want_v_new=keep, **_forms(call),
+        state_v_first=call.state_v_first, want_ht=wants_ht, want_h=keep, want_v_new=keep, want_o=wants_o, **_forms(call),
     )  # fmt: skip
     return Scan(*found)
 
@@ -63,7 +60,7 @@ def bwd_state(
 ) -> ReverseScan:
     """See :class:`kernel_fun.kda.stages.BwdState`."""
     if h is None or v_new is None:
-        rescan = _scan(call, intra, wants_ht=False, keep=True)
+        rescan = _scan(call, intra, wants_ht=False, keep=True, wants_o=False)
         h, v_new = rescan.h, rescan.v_new
         assert h is not None
         assert v_new is not None
@@ -88,7 +85,7 @@ def bwd_grads(call: Call, intra: Intra, scan: ReverseScan, do: Tensor | None) ->
         q, k, v, g, beta, intra.A, intra.q_rstd, intra.k_rstd, scan.h, scan.v_new, scan.dh, scan.dv2, dO,
         A_log, dt_bias, _chunks(call), **_forms(call),
     )  # fmt: skip
-    return Grads(dq, dk, dv, dg, dbeta.to(call.beta.dtype), dA_log, ddt_bias)
+    return Grads(dq, dk, dv, dg.to(call.g.dtype), dbeta.to(call.beta.dtype), dA_log, ddt_bias)
 
 
 def _forms(call: Call) -> dict[str, Any]:
@@ -102,19 +99,26 @@ def _forms(call: Call) -> dict[str, Any]:
 
 
 def _inputs(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v, g, beta as TMA and the kernels read them."""
-    q, k, v = (_addressable(x.detach()) for x in (call.q, call.k, call.v))
-    g, beta = _addressable(_readable(call.g, call)), _readable(call.beta, call).contiguous()
-    return q, k, v, g, beta
+    """q, k, v, g, beta as TMA and the kernels read them; worked out once a pass."""
+    found = call.scratch.get("inputs")
+    if found is None:
+        q, k, v, g = (_addressable(_readable(x, call)) for x in (call.q, call.k, call.v, call.g))
+        found = call.scratch["inputs"] = q, k, v, g, _readable(call.beta, call).contiguous()
+    return found
 
 
 def _parameters(call: Call) -> tuple[Tensor | None, Tensor | None]:
-    """A_log ``[HV]`` and dt_bias ``[HV K]`` in float32."""
-    A_log, dt_bias = (
-        None if p is None else p.detach().to(torch.float32).reshape(-1).contiguous()
-        for p in (call.A_log, call.dt_bias)
-    )
-    return A_log, dt_bias
+    """A_log ``[HV]`` and dt_bias ``[HV K]`` in float32; worked out once a pass."""
+    found = call.scratch.get("parameters")
+    if found is None:
+        found = call.scratch["parameters"] = _flat(call.A_log), _flat(call.dt_bias)
+    return found
+
+
+def _flat(parameter: Tensor | None) -> Tensor | None:
+    if parameter is None:
+        return None
+    return parameter.detach().to(torch.float32).reshape(-1).contiguous()
 
 
 def _by_head(dt_bias: Tensor | None, call: Call) -> Tensor | None:
@@ -123,24 +127,33 @@ def _by_head(dt_bias: Tensor | None, call: Call) -> Tensor | None:
 
 def _chunks(call: Call) -> Tensor | None:
     """The chunk table of a packed call."""
-    return None if call.cu_seqlens is None else chunk_table(call.cu_seqlens, call.q.shape[1])
+    return None if call.cu_seqlens is None else _tables(call.cu_seqlens, call)[1]
 
 
 def _sequences(call: Call) -> tuple[Tensor, Tensor] | None:
     """Boundaries of a packed call, and the first chunk of each sequence."""
-    return None if call.cu_seqlens is None else (call.cu_seqlens, sequence_chunks(call.cu_seqlens))
+    return None if call.cu_seqlens is None else (call.cu_seqlens, _tables(call.cu_seqlens, call)[0])
+
+
+def _tables(cu_seqlens: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """First chunks and chunk table; made once a call, the backward reads them again."""
+    found = call.memo.get("chunk_tables")
+    if found is None:
+        found = call.memo["chunk_tables"] = chunk_tables(cu_seqlens, call.q.shape[1])
+    return found
 
 
 def _readable(x: Tensor, call: Call) -> Tensor:
-    """g or beta in a dtype the kernels read: that of q, or float32."""
-    x = x.detach()
-    return x if x.dtype in (call.q.dtype, torch.float32) else x.float()
+    """An input in a dtype the kernels read, that of q or float32, outside any graph."""
+    if x.requires_grad:
+        x = x.detach()
+    return x if x.dtype == call.q.dtype or x.dtype == torch.float32 else x.float()
 
 
 def _addressable(x: Tensor) -> Tensor:
     """The tensor, or a copy where its last dimension is not contiguous or TMA cannot take its strides."""
-    size = x.element_size()
-    steps = (x.data_ptr(), *(s * size for s in x.stride()[:-1]))
-    if x.stride(-1) == 1 and not any(step % 16 for step in steps):
+    *steps, last = x.stride()
+    elements = 16 // x.element_size()
+    if last == 1 and not x.data_ptr() % 16 and not any([step % elements for step in steps]):
         return x
     return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)

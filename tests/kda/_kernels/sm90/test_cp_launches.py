@@ -1,0 +1,76 @@
+"""What context parallel gives to the stages on Hopper passes the launchers' checks, in every kind of slot.
+
+The kernels do not run here, nor are there other ranks: launches are recorded, and what other ranks would send
+is 0. That the values are right is shown with the eager stages, and on a GPU, in test_context_parallel.py.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+from test_stages import inputs, launched  # noqa: F401
+
+from kernel_fun._common import context_parallel
+from kernel_fun._common.exchange import Exchange
+from kernel_fun.kda import chunk_kda
+
+
+@pytest.fixture(autouse=True)
+def second_of_three(monkeypatch):
+    """This process counts as rank 1 of 3; the others send 0."""
+    monkeypatch.setattr(context_parallel, "_membership", lambda name, group: (1, 3))
+    monkeypatch.setattr(Exchange, "send", lambda self, data: None)
+    monkeypatch.setattr(Exchange, "receive", lambda self: torch.zeros(3, *self._shape))
+
+
+def context(cu, pre, post, layout="contiguous", front=None):
+    found = SimpleNamespace(group=object(), cu_seqlens=torch.tensor(cu), layout=layout)
+    if layout == "contiguous":
+        return SimpleNamespace(**vars(found), pre_num_ranks=pre, post_num_ranks=post)
+    return SimpleNamespace(
+        **vars(found), pre_num_ranks_by_part=pre, post_num_ranks_by_part=post, front_num_seqs=front
+    )
+
+
+CONTEXTS = {
+    "passed through": context([0, 130], 1, 1),
+    "begins": context([0, 130], 0, 1),
+    "ends": context([0, 130], 1, 0),
+    "two open": context([0, 61, 130], 1, 1),
+    "one in between": context([0, 61, 61, 90, 130], 1, 1),
+    "all here": context([0, 61, 130], 0, 0),
+    "zigzag, passed through": context([0, 65, 130], (1, 4), (4, 1), "zigzag", 1),
+    "zigzag, packed": context([0, 9, 65, 70, 130], (1, 4), (4, 1), "zigzag", 2),
+}
+
+
+@pytest.mark.parametrize("which", CONTEXTS)
+@pytest.mark.parametrize(
+    "form",
+    [
+        {},
+        {"state": True, "v_first": True},
+        {"gate": "bounded", "K": 128, "V": 192, "HV": 4, "io": torch.float16},
+        {"gate": "log", "g": torch.bfloat16, "beta": torch.float32},
+    ],
+    ids=str,
+)
+def test_every_slot_reaches_the_kernels(which, form, launched):  # noqa: F811
+    ctx = CONTEXTS[which]
+    x = inputs(cu=ctx.cu_seqlens.tolist(), **form)
+    del x["cu_seqlens"]
+    o, ht = chunk_kda(**x, use_qk_l2norm_in_kernel=True, cp_context=ctx)
+    forward = [name for name, _ in launched]
+    (o.sum() if ht is None else o.sum() + ht.sum()).backward()
+    backward = [name for name, _ in launched[len(forward) :]]
+    split = context_parallel.read(ctx)
+    summaries = sum(piece.post > 0 for piece in split.pieces)
+    assert forward.count("fwd_state") == 1 + summaries
+    assert backward.count("bwd_state") == 1 + sum(piece.pre > 0 for piece in split.pieces)
+    assert x["q"].grad is not None
+    assert x["q"].grad.shape == x["q"].shape
