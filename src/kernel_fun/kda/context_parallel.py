@@ -1,0 +1,405 @@
+"""chunk_kda over the ranks of a process group: one sequence may lie on many of them.
+
+What a run of tokens does to the state is affine, so a slot (see _common.context_parallel) is summarised by
+
+    S_end = M S_start + S_loc        S_loc: from a state of zero; M: the product of the chunks' transitions
+
+and its transpose carries the gradient: dS_start = M^T dS_end + dS_loc. Forward: every slot whose last
+sequence goes on gives [S_loc | M] of it to one all-gather; a slot whose first sequence began elsewhere folds
+the summaries from the slot where it began (whose S_loc starts from the caller's initial state), and the
+ordinary scan runs with that. Backward: the mirror image, from the slot where the sequence ends. M is needed
+only of slots that one sequence fills, and is kept for the backward.
+
+The summaries are the stages' own: S_loc and M are the final state of fwd_state with values [v | 0] and
+initial state [0 | I]; dS_loc is the gradient of the initial state from bwd_state. So every backend summarises
+with its own kernels and its own Intra.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+
+from kernel_fun._common.exchange import Exchange, failing, reduce_over
+from kernel_fun.kda import chain
+from kernel_fun.kda.autograd import _no_autocast, _NoDoubleBackward, intermediate_states
+from kernel_fun.kda.call import TENSORS, Call
+from kernel_fun.kda.stages import BwdState, FwdIntra, FwdState, Grads, Intra
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kernel_fun._common.context_parallel import Piece, Split
+    from kernel_fun._common.plan import Plan
+
+FORWARD, BACKWARD = "chunk_kda forward", "chunk_kda backward"
+
+
+def failing_together(arguments: dict[str, Any]) -> AbstractContextManager[None]:
+    """Around what a rank checks before its forward: its exception reaches every rank of the cp group."""
+
+    def exchange(split: Split) -> Exchange | None:
+        q, v = arguments["q"], arguments["v"]
+        if not all(isinstance(x, torch.Tensor) and x.dim() == 4 for x in (q, v)):
+            return None
+        gate = arguments["kwargs"].values() if arguments["use_gate_in_kernel"] else ()
+        tensors = [x for x in (*arguments.values(), *gate) if isinstance(x, torch.Tensor)]
+        dtype = torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
+        return Exchange(split, FORWARD, _shape(split, v.shape[2], q.shape[3], v.shape[3]), dtype, q.device)
+
+    return failing(arguments["cp_context"], exchange)
+
+
+def run(call: Call, plan: Plan) -> Any:
+    """Forward with or without a graph. (o, final_state), or a 3-tuple with the chunk states."""
+    if plan.problem.needs_grad:
+        return ContextParallelKDA.apply(call, plan, *call.tensors())
+    with torch.no_grad(), _no_autocast(call):
+        out, _ = forward(call, plan)
+    if not call.return_intermediate_states:
+        return out.o, out.ht
+    return out.o, out.ht, intermediate_states(call, out)
+
+
+class ContextParallelKDA(torch.autograd.Function):
+    """chunk_kda under context parallel. Saved beside what ChunkKDA saves: the states that came from other
+    ranks, and the transitions of pieces that one sequence fills."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, plan: Plan, *tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        with _no_autocast(call):
+            out, carried = forward(call, plan)
+        ctx.call, ctx.plan = call.without_tensors(), plan
+        ctx.save_for_backward(*tensors, *out.intra, out.h, out.v_new, *carried)
+        ctx.set_materialize_grads(False)
+        return out.o, out.ht
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        do, dht = grad_outputs
+        n, m = len(TENSORS), len(TENSORS) + len(Intra._fields)
+        saved = ctx.saved_tensors
+        call = ctx.call.with_tensors(saved[:n])
+        h, v_new, *carried = saved[m:]
+        with torch.no_grad(), _no_autocast(call):
+            grads, dh0 = backward(
+                call, ctx.plan, Intra(*saved[n:m]), Carried(*carried), (do, dht), (h, v_new)
+            )
+        results = (*grads, dh0)
+        if torch.is_grad_enabled():
+            results = _NoDoubleBackward.apply(len(results), *results, *saved[:n], do, dht)
+        return (None, None, *results)
+
+
+class Carried(NamedTuple):
+    """What a backward needs of the exchange of its forward."""
+
+    states: Tensor
+    """State at the start of each piece's first sequence, ``[pieces, HV, K, V]``; 0 where it begins there."""
+    transitions: Tensor
+    """M of each piece that one sequence fills, ``[such pieces, HV, K, K]``."""
+
+
+def forward(call: Call, plan: Plan) -> tuple[chain.Forward, Carried]:
+    """Summaries, one all-gather, the fold, the ordinary scan.
+
+    What the summaries need of fwd_intra comes first; the rest of it runs while the gather is in flight.
+    """
+    fwd_intra = cast(FwdIntra, plan.load("fwd_intra"))
+    fwd_state = cast(FwdState, plan.load("fwd_state"))
+    split = _split(call)
+    exchange = _exchange(call, split, FORWARD, plan)
+    runs, done = _runs(split), dict[int, Intra]()
+    transitions: list[Tensor] = []
+    with exchange.or_tell():
+        summaries = _zeros(call, _shape(split, *_sizes(call)))
+        for i, piece in enumerate(split.pieces):
+            if not piece.post:
+                continue
+            rows = _rows(call, split, range(piece.last, piece.last + 1))
+            done[piece.last] = fwd_intra(rows)
+            chain._settle(call)
+            summaries[i] = _summary(rows, done[piece.last], call, split, piece, fwd_state)
+            if piece.passes_through:
+                transitions.append(summaries[i, ..., call.v.shape[3] :].clone())
+        chain._settle(call)
+        exchange.send(summaries)
+    for sequences in runs:
+        if sequences.start not in done:
+            done[sequences.start] = fwd_intra(_rows(call, split, sequences))
+            chain._settle(call)
+    intra = _join(call, split, runs, done)
+    gathered = exchange.receive()
+    states = _zeros(call, (len(split.pieces), *_sizes(call)))
+    for i, piece in enumerate(split.pieces):
+        if piece.pre:
+            states[i] = _fold(gathered, split, range(piece.slot - piece.pre, piece.slot), call)
+    keep = call.return_intermediate_states or (call.disable_recompute and plan.problem.needs_grad)
+    scan = fwd_state(_with_states(call, split, states), intra, keep=keep)
+    chain._settle(call)
+    assert scan.o is not None
+    ht = None if scan.ht is None else _without(scan.ht, split.ended_elsewhere())
+    kept = torch.stack(transitions) if transitions else states.new_empty(0)
+    return chain.Forward(scan.o, ht, scan.h, scan.v_new, intra), Carried(states, kept)
+
+
+def backward(
+    call: Call,
+    plan: Plan,
+    intra: Intra,
+    carried: Carried,
+    upstream: tuple[Tensor | None, Tensor | None],
+    kept: tuple[Tensor | None, Tensor | None],
+) -> tuple[Grads, Tensor | None]:
+    """The mirror image of :func:`forward`. Returns the gradients and that of the caller's initial state."""
+    split = _split(call)
+    do, dht = upstream
+    if do is None:
+        do = call.v.new_zeros(call.v.shape, dtype=call.q.dtype)
+    exchange = _exchange(call, split, BACKWARD, plan)
+    with exchange.or_tell():
+        bwd_state = cast(BwdState, plan.load("bwd_state"))
+        transitions = iter(carried.transitions)
+        summaries = _zeros(call, _shape(split, *_sizes(call)))
+        for i, piece in enumerate(split.pieces):
+            if not piece.pre:
+                continue
+            summaries[i, ..., : call.v.shape[3]] = _gradient(call, split, piece, intra, do, dht, bwd_state)
+            if piece.passes_through:
+                summaries[i, ..., call.v.shape[3] :] = next(transitions).mT
+        chain._settle(call)
+        exchange.send(summaries)
+    gathered = exchange.receive()
+    if split.ended_elsewhere():
+        ends = _zeros(call, (len(split.bounds) - 1, *_sizes(call)))
+        if dht is not None:
+            ends.copy_(_k_first(dht, call))
+        for piece in split.pieces:
+            if piece.post:
+                after = range(piece.slot + piece.post, piece.slot, -1)
+                ends[piece.last] = _fold(gathered, split, after, call)
+        dht = _as_asked(ends, call)
+    whole = _with_states(call, split, carried.states)
+    grads, dh0 = chain.backward(whole, plan, intra, do, dht, *kept)
+    if call.initial_state is None or dh0 is None:
+        dh0 = None
+    else:
+        dh0 = _without(dh0, split.begun_elsewhere()).to(call.initial_state.dtype)
+    if split.reduce_gradients:
+        dA_log, ddt_bias = reduce_over(split, grads.dA_log, grads.ddt_bias)
+        grads = grads._replace(dA_log=dA_log, ddt_bias=ddt_bias)
+    return grads, dh0
+
+
+def _summary(rows: Call, intra: Intra, call: Call, split: Split, piece: Piece, fwd_state: FwdState) -> Tensor:
+    """[S_loc | M] ``[HV, K, V + K]`` of a piece's last sequence; where it begins in the piece, the state it
+    reaches from its initial state, and M = 0: nothing is folded into it."""
+    HV, K, V = _sizes(call)
+    if not piece.passes_through:
+        own = None if call.initial_state is None else call.initial_state[piece.last : piece.last + 1]
+        start = None if own is None else _k_first(own, call)
+        ht = _final_state(rows, intra, start, fwd_state)
+        return torch.cat((ht, ht.new_zeros(HV, K, K)), -1)
+    B, L = rows.q.shape[:2]
+    values = torch.cat((rows.v, rows.v.new_zeros(B, L, HV, K)), -1)
+    identity = torch.eye(K, dtype=_wide(call), device=call.q.device)
+    start = torch.cat((identity.new_zeros(K, V), identity), -1).expand(1, HV, K, V + K)
+    return _final_state(replace(rows, v=values), intra, start, fwd_state)
+
+
+def _final_state(rows: Call, intra: Intra, start: Tensor | None, fwd_state: FwdState) -> Tensor:
+    scan = fwd_state(replace(rows, initial_state=start, output_final_state=True), intra, keep=False)
+    assert scan.ht is not None
+    return scan.ht[0]
+
+
+def _gradient(
+    call: Call,
+    split: Split,
+    piece: Piece,
+    intra: Intra,
+    do: Tensor,
+    dht: Tensor | None,
+    bwd_state: BwdState,
+) -> Tensor:
+    """dS_loc ``[HV, K, V]``: gradient of the state before a piece's first sequence, 0 coming from later."""
+    HV, K, V = _sizes(call)
+    n = piece.first
+    lo, hi = split.rows(n)
+    start = _zeros(call, (1, HV, K, V))
+    rows = replace(_rows(call, split, range(n, n + 1)), initial_state=start)
+    ends_here = not piece.passes_through and dht is not None
+    own = _k_first(dht[n : n + 1], call) if ends_here and dht is not None else None
+    # a reverse scan reads neither h nor v_new: it only hands them on
+    h = start.new_empty(1).expand(-(-(hi - lo) // rows.BT), HV, K, V)
+    v_new = start.new_empty(1).expand(1, hi - lo, HV, V)
+    scan = bwd_state(rows, _rows_of(intra, split, n, rows.BT), do[:, lo:hi], own, h, v_new)
+    assert scan.dh0 is not None
+    return scan.dh0[0]
+
+
+def _fold(gathered: Tensor, split: Split, slots: range, call: Call) -> Tensor:
+    """``S = M S + S_loc`` over slots, beginning with the first one's S_loc: ``[HV, K, V]``.
+
+    In float64, where no setting of the process narrows a product and whose cost is that of a few matrices.
+    """
+    V = call.v.shape[3]
+    S: Tensor | None = None
+    for slot in slots:
+        rank, part = split.home(slot)
+        summary = gathered[rank, part].double()
+        local, M = summary[..., :V], summary[..., V:]
+        S = local if S is None else torch.baddbmm(local, M, S)
+    assert S is not None
+    return S.to(_wide(call))
+
+
+def _runs(split: Split) -> list[range]:
+    """The local sequences in order, cut so that every piece's last sequence that goes on stands alone."""
+    runs: list[range] = []
+    begin = 0
+    for piece in split.pieces:
+        if piece.post:
+            runs += [range(begin, piece.last), range(piece.last, piece.last + 1)]
+            begin = piece.last + 1
+    runs.append(range(begin, len(split.bounds) - 1))
+    return [run for run in runs if len(run)]
+
+
+def _rows(call: Call, split: Split, sequences: range) -> Call:
+    """The call restricted to some sequences, without states; a single one is a dense call."""
+    lo, hi = split.bounds[sequences.start], split.bounds[sequences.stop]
+    cu = cu_cpu = None
+    if len(sequences) > 1:
+        at = slice(sequences.start, sequences.stop + 1)
+        assert call.cu_seqlens is not None
+        assert call.cu_seqlens_cpu is not None
+        cu, cu_cpu = call.cu_seqlens[at] - lo, call.cu_seqlens_cpu[at] - lo
+    q, k, v, g, beta = (x[:, lo:hi] for x in (call.q, call.k, call.v, call.g, call.beta))
+    return replace(
+        call,
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=beta,
+        initial_state=None,
+        output_final_state=False,
+        state_v_first=False,
+        cu_seqlens=cu,
+        cu_seqlens_cpu=cu_cpu,
+        verbatim={},
+        memo={},
+    )
+
+
+def _join(call: Call, split: Split, runs: list[range], done: dict[int, Intra]) -> Intra:
+    """The Intra of the whole call from those of its runs; rows outside all sequences are 0."""
+    T = call.q.shape[1]
+    found = [done[run.start] for run in runs]
+
+    def rows(parts: list[Tensor | None]) -> Tensor | None:
+        if parts[0] is None or (len(parts) == 1 and parts[0].shape[1] == T):
+            return parts[0]
+        given = cast("list[Tensor]", parts)
+        tail = T - split.bounds[-1]
+        return torch.cat((*given, given[0].new_zeros(1, tail, *given[0].shape[2:])), 1)
+
+    A, Aqk, q_rstd, k_rstd = (rows([getattr(i, name) for i in found]) for name in Intra._fields[:4])
+    assert A is not None
+    assert Aqk is not None
+    total: Tensor | None = None
+    if found[0].total is not None:
+        counts = [sum(_chunks(split, n, call.BT) for n in run) for run in runs]
+        exact = [cast("Tensor", i.total)[:count] for i, count in zip(found, counts)]
+        # a table of packed sequences has a row for every chunk that any packing of T tokens could have
+        spare = -(-T // call.BT) + len(split.bounds) - 1 - sum(counts)
+        total = torch.cat((*exact, exact[0].new_zeros(spare, *exact[0].shape[1:])))
+    return Intra(A, Aqk, q_rstd, k_rstd, total)
+
+
+def _rows_of(intra: Intra, split: Split, sequence: int, BT: int) -> Intra:
+    """The Intra of one sequence from that of the whole call."""
+    lo, hi = split.rows(sequence)
+    A, Aqk, q_rstd, k_rstd = (None if x is None else x[:, lo:hi] for x in intra[:4])
+    assert A is not None
+    assert Aqk is not None
+    before = sum(_chunks(split, n, BT) for n in range(sequence))
+    total = None if intra.total is None else intra.total[before : before + _chunks(split, sequence, BT)]
+    return Intra(A, Aqk, q_rstd, k_rstd, total)
+
+
+def _chunks(split: Split, sequence: int, BT: int) -> int:
+    lo, hi = split.rows(sequence)
+    return -(-(hi - lo) // BT)
+
+
+def _with_states(call: Call, split: Split, states: Tensor) -> Call:
+    """The call with the state before each of its sequences: the caller's where one begins here, what came
+    from other ranks where it began there."""
+    begun = split.begun_elsewhere()
+    if not begun:
+        return call
+    every = _zeros(call, (len(split.bounds) - 1, *_sizes(call)))
+    if call.initial_state is not None:
+        every.copy_(_k_first(call.initial_state, call))
+    for piece, state in zip(split.pieces, states):
+        if piece.pre:
+            every[piece.first] = state
+    return replace(call, initial_state=_as_asked(every, call))
+
+
+def _without(states: Tensor, rows: list[int]) -> Tensor:
+    """States with zeros in the rows of sequences that another rank answers for."""
+    for n in rows:
+        states[n] = 0
+    return states
+
+
+def _k_first(states: Tensor, call: Call) -> Tensor:
+    return (states.mT if call.state_v_first else states).to(_wide(call))
+
+
+def _as_asked(states: Tensor, call: Call) -> Tensor:
+    """K-first states in the caller's layout."""
+    return states.mT.contiguous() if call.state_v_first else states
+
+
+def _split(call: Call) -> Split:
+    assert call.split is not None
+    return call.split
+
+
+def _exchange(call: Call, split: Split, what: str, plan: Plan) -> Exchange:
+    p = plan.problem
+    agreed = (
+        p.H, p.dtypes, p.gate, p.beta_mode, p.l2norm, p.needs_grad, call.scale, call.lower_bound,
+        call.A_log is None, call.dt_bias is None,
+    )  # fmt: skip
+    return Exchange(split, what, _shape(split, *_sizes(call)), _wide(call), call.q.device, agreed)
+
+
+def _shape(split: Split, HV: int, K: int, V: int) -> tuple[int, ...]:
+    """What a rank gives to an all-gather: ``[S | M]`` of each of its pieces."""
+    return (len(split.pieces), HV, K, V + K)
+
+
+def _sizes(call: Call) -> tuple[int, int, int]:
+    """HV, K, V."""
+    HV, V = call.v.shape[2:]
+    return HV, call.q.shape[3], V
+
+
+def _wide(call: Call) -> torch.dtype:
+    """Of states: float64 where an input is, else float32."""
+    wide = any(t is not None and t.dtype == torch.float64 for t in call.tensors())
+    return torch.float64 if wide else torch.float32
+
+
+def _zeros(call: Call, shape: tuple[int, ...]) -> Tensor:
+    return torch.zeros(shape, dtype=_wide(call), device=call.q.device)

@@ -1,0 +1,734 @@
+"""chunk_kda over 2, 3 and 4 processes equals one process: outputs, states and every gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kernel_fun._common import config
+from kernel_fun._common import device as devices
+from kernel_fun._common.check import ContractError, ContractTypeError
+from kernel_fun._common.context_parallel import _share
+from kernel_fun._common.exchange import HEADER
+from kernel_fun.kda import build_cp_context, chunk_kda, is_supported
+from ranks import Raised, Ranks
+
+F64 = torch.float64
+TOLERANCE = 1e-10
+LEAVES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
+BY_TOKEN = ("q", "k", "v", "g", "beta")
+
+# 576 tokens are pieces of 288, 192, 144, 96 and 72: all of more than one chunk
+PACKINGS = {
+    "one sequence": (0, 576),
+    "a short one at each end": (0, 10, 500, 576),
+    "boundaries inside": (0, 100, 300, 301, 390, 576),
+    "boundaries at every rank": (0, 72, 96, 144, 192, 288, 384, 432, 576),
+    "empty sequences": (0, 0, 100, 100, 288, 288, 288, 432, 576, 576),
+    "all of one token": tuple(range(25)),
+    "3 tokens a piece, one sequence": (0, 24),
+    "3 tokens a piece": (0, 2, 2, 13, 23, 24),
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One packed batch, made alike in every process from its seed."""
+
+    cu: tuple[int, ...]
+    layout: str = "contiguous"
+    H: int = 1
+    HV: int = 2
+    K: int = 8
+    V: int = 4
+    dtype: torch.dtype = F64
+    states: bool = True
+    seed: int = 0
+    flags: dict[str, Any] = field(default_factory=dict)
+    theirs: tuple[dict[str, Any], ...] = ()
+    """The fields of fla's context of each rank, to be used in place of ours."""
+    reduce: bool = False
+    backend: str = "eager"
+    device: str = "cpu"
+
+    @property
+    def gated(self) -> bool:
+        return bool(self.flags.get("use_gate_in_kernel", True))
+
+    def leaves(self) -> dict[str, Tensor]:
+        T, N = self.cu[-1], len(self.cu) - 1
+        shapes = {
+            "q": (1, T, self.H, self.K),
+            "k": (1, T, self.H, self.K),
+            "v": (1, T, self.HV, self.V),
+            "g": (1, T, self.HV, self.K),
+            "beta": (1, T, self.HV),
+            "A_log": (self.HV,),
+            "dt_bias": (self.HV * self.K,),
+            "initial_state": self.state_shape(N),
+        }
+        make = torch.Generator().manual_seed(self.seed)
+        found = {n: torch.randn(s, generator=make, dtype=F64) for n, s in shapes.items()}
+        found["g"] -= 2.0  # slow decay: what a rank gets from others matters
+        if not self.gated:
+            found["g"] = torch.nn.functional.logsigmoid(found["g"] + 5.0)
+            found["beta"] = found["beta"].sigmoid()
+            del found["A_log"], found["dt_bias"]
+        if not self.states:
+            del found["initial_state"]
+        wide = F64 if self.dtype == F64 else torch.float32
+        return {n: x.to(self.device, self.dtype if n in BY_TOKEN else wide) for n, x in found.items()}
+
+    def state_shape(self, N: int) -> tuple[int, ...]:
+        last = (self.V, self.K) if self.flags.get("state_v_first") else (self.K, self.V)
+        return (N, self.HV, *last)
+
+    def upstream(self) -> tuple[Tensor, Tensor]:
+        make = torch.Generator().manual_seed(self.seed + 1)
+        do = torch.randn(1, self.cu[-1], self.HV, self.V, generator=make, dtype=F64)
+        dht = torch.randn(self.state_shape(len(self.cu) - 1), generator=make, dtype=F64)
+        wide = F64 if self.dtype == F64 else torch.float32
+        return do.to(self.device, self.dtype), dht.to(self.device, wide)
+
+    def call(self, x: dict[str, Tensor], **more: Any) -> tuple[Tensor, Tensor | None]:
+        flags = {
+            "use_qk_l2norm_in_kernel": True,
+            "use_gate_in_kernel": True,
+            "use_beta_sigmoid_in_kernel": self.gated,
+            "output_final_state": self.states,
+        }
+        with config.KDA_BACKEND.set(self.backend):
+            return chunk_kda(**x, **{**flags, **self.flags, **more})
+
+    def loss(self, o: Tensor, ht: Tensor | None, do: Tensor, dht: Tensor) -> Tensor:
+        return (o * do).sum() + (0.0 if ht is None else (ht * dht).sum())
+
+
+def alone(p: Problem) -> dict[str, Tensor]:
+    """Outputs and gradients of one process."""
+    x = {n: t.requires_grad_() for n, t in p.leaves().items()}
+    o, ht = p.call(x, cu_seqlens=torch.tensor(p.cu, device=p.device))
+    p.loss(o, ht, *p.upstream()).backward()
+    return _results(x, o, ht)
+
+
+def _results(x: dict[str, Tensor], o: Tensor, ht: Tensor | None) -> dict[str, Tensor]:
+    found = {"o": o, **{f"d{n}": t.grad for n, t in x.items() if t.grad is not None}}
+    found = found if ht is None else {**found, "ht": ht}
+    return {n: t.detach().cpu() for n, t in found.items()}
+
+
+def context_of(p: Problem, group: Any) -> Any:
+    if p.theirs:
+        return SimpleNamespace(**p.theirs[dist.get_rank(group)], group=group)
+    return build_cp_context(torch.tensor(p.cu), group, layout=p.layout, reduce_gradients=p.reduce)
+
+
+def contexts_of_fla(cu: tuple[int, ...], world: int, layout: str) -> tuple[dict[str, Any], ...]:
+    """The fields of fla's context of every rank but for the group, which a rank knows itself."""
+    make = pytest.importorskip("fla.ops.cp.context").get_cp_cu_seqlens
+    made = [make(torch.tensor(cu), world_size=world, rank=r, layout=layout) for r in range(world)]
+    return tuple({n: v for n, v in vars(c).items() if n != "group"} for c in made)
+
+
+def on_rank(group: Any, p: Problem) -> dict[str, Any]:
+    """One rank's part of outputs and gradients, and where it belongs."""
+    torch.manual_seed(0)
+    context = context_of(p, group)
+    where = build_cp_context(torch.tensor(p.cu), group, layout=p.layout)
+    members = list(where.sequences)
+    x = {n: where.shard(t) if n in BY_TOKEN else t for n, t in p.leaves().items()}
+    if p.states:
+        x["initial_state"] = x["initial_state"][members]
+    x = {n: t.clone().requires_grad_() for n, t in x.items()}
+    do, dht = p.upstream()
+    gathers, watched = count_gathers()
+    with watched:
+        o, ht = p.call(x, cp_context=context)
+        forward = len(gathers)
+        p.loss(o, ht, where.shard(do), dht[members]).backward()
+    return {
+        "found": _results(x, o, ht),
+        "ranges": where.token_ranges,
+        "sequences": members,
+        "gathers": gathers,
+        "forward": forward,
+    }
+
+
+def count_gathers() -> tuple[list[int], Any]:
+    """A list that grows by the bytes of each all-gather of this process, and the context that watches."""
+    seen: list[int] = []
+    patch = pytest.MonkeyPatch()
+
+    class Watched:
+        def __enter__(self) -> None:
+            for name in ("all_gather_single", "all_gather_into_tensor"):
+                if hasattr(dist, name):
+                    patch.setattr(dist, name, self.counting(getattr(dist, name)))
+
+        def __exit__(self, *_: object) -> None:
+            patch.undo()
+
+        def counting(self, gather: Any) -> Any:
+            def counted(output: Tensor, given: Tensor, **options: Any) -> Any:
+                seen.append(given.numel() * given.element_size())
+                return gather(output, given, **options)
+
+            return counted
+
+    return seen, Watched()
+
+
+def together(p: Problem, parts: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """The whole from the ranks' parts: tokens in place, states and parameters as sums over the ranks."""
+    T, N = p.cu[-1], len(p.cu) - 1
+    whole: dict[str, Tensor] = {}
+    for part in parts:
+        for name, mine in part["found"].items():
+            if name in ("o", *(f"d{n}" for n in BY_TOKEN)):
+                into = whole.setdefault(name, mine.new_full((1, T, *mine.shape[2:]), float("nan")))
+                at = 0
+                for start, stop in part["ranges"]:
+                    into[:, start:stop] = mine[:, at : at + stop - start]
+                    at += stop - start
+            elif name in ("ht", "dinitial_state"):
+                into = whole.setdefault(name, mine.new_zeros(N, *mine.shape[1:]))
+                into.index_add_(0, torch.tensor(part["sequences"]), mine)
+            elif not p.reduce:
+                whole[name] = whole[name] + mine if name in whole else mine
+            elif name in whole:
+                assert torch.equal(whole[name], mine)
+            else:
+                whole[name] = mine
+    return whole
+
+
+def compare(p: Problem, parts: list[dict[str, Any]], tolerance: float = TOLERANCE) -> None:
+    expected, found = alone(p), together(p, parts)
+    assert found.keys() == expected.keys()
+    for name, want in expected.items():
+        error = (found[name] - want).abs().max().item()
+        assert error <= tolerance * max(1.0, want.abs().max().item()), (name, error)
+    pieces = 2 if p.layout == "zigzag" else 1
+    data = pieces * p.HV * p.K * (p.K + p.V) * (8 if p.dtype == F64 else 4)
+    for part in parts:
+        assert part["gathers"] == [HEADER + data] * 2
+        assert part["forward"] == 1
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_equals_one_process(packing: str, world: int, layout: str, ranks: Ranks) -> None:
+    p = Problem(PACKINGS[packing], layout, seed=world)
+    compare(p, ranks.run(world, on_rank, p))
+
+
+FORMS = {
+    "no states": {"states": False},
+    "v first": {"flags": {"state_v_first": True}},
+    "kept states": {"flags": {"disable_recompute": True}},
+    "bounded gate": {"flags": {"lower_bound": -5.0, "safe_gate": True}},
+    "given decay": {"flags": {"use_gate_in_kernel": False}},
+    "negative eigenvalues": {"flags": {"allow_neg_eigval": True}},
+    "scaled, not normalised": {"flags": {"use_qk_l2norm_in_kernel": False, "scale": 0.1}, "K": 3, "V": 5},
+    "equal heads": {"H": 2, "HV": 2},
+}
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_the_op(form: str, layout: str, ranks: Ranks) -> None:
+    p = replace(Problem(PACKINGS["a short one at each end"], layout, seed=3), **FORMS[form])
+    compare(p, ranks.run(3, on_rank, p))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_packings(seed: int, ranks: Ranks) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    cuts = torch.randint(0, 241, (seed % 7,), generator=draw).sort().values.tolist()
+    p = Problem((0, *cuts, 240), ("contiguous", "zigzag")[seed % 2], seed=seed, states=seed % 3 > 0)
+    world = (2, 3, 4)[seed % 3]
+    compare(p, ranks.run(world, on_rank, p))
+
+
+def as_exact_as_one_process(p: Problem, parts: list[dict[str, Any]]) -> None:
+    """Against float64 on the same rounded inputs: at most 1.1 times the error of one process."""
+    oracle = replace(p, dtype=F64, backend="eager", device="cpu")
+    x = {n: t.cpu().to(F64).requires_grad_() for n, t in p.leaves().items()}
+    o, ht = oracle.call(x, cu_seqlens=torch.tensor(p.cu))
+    oracle.loss(o, ht, *(t.cpu().to(F64) for t in p.upstream())).backward()
+    single, several = alone(p), together(p, parts)
+    for name, want in _results(x, o, ht).items():
+        one, more = ((found[name].double() - want).norm() / want.norm() for found in (single, several))
+        assert more <= 1.1 * one + 1e-6, (name, float(more), float(one))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_narrow_inputs_are_as_exact_as_one_process(dtype: torch.dtype, ranks: Ranks) -> None:
+    p = Problem(PACKINGS["one sequence"], K=32, V=32, dtype=dtype)
+    as_exact_as_one_process(p, ranks.run(4, on_rank, p))
+
+
+absent = not torch.cuda.is_available() or devices.of(torch.device("cuda")).arch != "sm90"
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+@pytest.mark.skipif(absent, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("packing", [(0, 4096), (0, 700, 701, 3000, 4096)], ids=["one", "packed"])
+def test_ranks_on_one_hopper_gpu(packing: tuple[int, ...], world: int, layout: str, ranks: Ranks) -> None:
+    p = Problem(packing, layout, H=2, HV=4, K=128, V=128, dtype=torch.bfloat16, backend="sm90", device="cuda")
+    as_exact_as_one_process(p, ranks.run(world, on_rank, p))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("packing", ["one sequence", "boundaries inside", "all of one token"])
+def test_a_context_of_fla(packing: str, layout: str, ranks: Ranks) -> None:
+    cu = PACKINGS[packing]
+    p = Problem(cu, layout, theirs=contexts_of_fla(cu, 3, layout), states=False)
+    compare(p, ranks.run(3, on_rank, p))
+
+
+@pytest.mark.parametrize("packing", [n for n, cu in PACKINGS.items() if all(a < b for a, b in pairwise(cu))])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_our_context_says_what_theirs_says(packing: str, layout: str, ranks: Ranks) -> None:
+    """Where no sequence is empty: fla drops those."""
+    cu = PACKINGS[packing]
+    for world in (2, 3, 4):
+        theirs = contexts_of_fla(cu, world, layout)
+        for mine, other in zip(ranks.run(world, fields_of_context, cu, layout), theirs, strict=True):
+            assert {n: plain(mine[n]) for n in other} == {n: plain(v) for n, v in other.items()}
+
+
+def plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+def fields_of_context(group: Any, cu: tuple[int, ...], layout: str) -> dict[str, Any]:
+    context = build_cp_context(torch.tensor(cu), group, layout=layout)
+    return {n: v for n, v in vars(context).items() if n != "group"}
+
+
+def chunk_states(group: Any, p: Problem) -> Tensor:
+    context = build_cp_context(torch.tensor(p.cu), group, layout=p.layout)
+    x = {n: context.shard(t) if n in BY_TOKEN else t for n, t in p.leaves().items()}
+    with torch.inference_mode():
+        return p.call(x, cp_context=context, return_intermediate_states=True)[2]
+
+
+def test_intermediate_states_of_parts_of_whole_chunks(ranks: Ranks) -> None:
+    p = Problem((0, 512), states=False)
+    with torch.inference_mode():
+        want = p.call(p.leaves(), cu_seqlens=torch.tensor(p.cu), return_intermediate_states=True)[2]
+    found = torch.cat(ranks.run(4, chunk_states, p), 1)
+    assert found.shape == want.shape == (1, 8, p.HV, p.K, p.V)
+    assert (found - want).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_128_slots_know_their_neighbours(seed: int) -> None:
+    """Against asking every slot which sequences have tokens in it."""
+    draw = torch.Generator().manual_seed(seed)
+    size, slots = (1, 5, 64)[seed % 3], 128
+    T = size * slots
+    cuts = torch.randint(0, T + 1, (seed * 20,), generator=draw).sort().values.tolist()
+    bounds = [0, *cuts, T]
+    owner = [n for n, (a, b) in enumerate(pairwise(bounds)) for _ in range(a, b)]
+    inside = [set(owner[s * size : (s + 1) * size]) for s in range(slots)]
+    shares = [_share(bounds, slot, slots) for slot in range(slots)]
+    for slot, share in enumerate(shares):
+        lengths = {n: b - a for n, (a, b) in zip(share.sequences, pairwise(share.cu))}
+        counts = {n: owner[slot * size : (slot + 1) * size].count(n) for n in inside[slot]}
+        assert {n: length for n, length in lengths.items() if length} == counts
+        assert share.pre == sum(share.sequences[0] in inside[s] for s in range(slot))
+        assert share.post == sum(share.sequences[-1] in inside[s] for s in range(slot + 1, slots))
+    empty = [n for n, (a, b) in enumerate(pairwise(bounds)) if a == b]
+    kept = [n for share in shares for n, (a, b) in zip(share.sequences, pairwise(share.cu)) if a == b]
+    assert sorted(kept) == empty
+
+
+def test_parameter_gradients_summed_over_the_group(ranks: Ranks) -> None:
+    p = Problem(PACKINGS["boundaries inside"], reduce=True)
+    compare(p, ranks.run(4, on_rank, p))
+
+
+def with_decay_totals(group: Any, p: Problem) -> tuple[dict[str, Any], set[str]]:
+    """As :func:`on_rank`, on stages that give and read the decay of each chunk as the Hopper kernels do."""
+    from kernel_fun.kda._kernels.eager import bwd_state, fwd_intra, fwd_state, operands
+    from kernel_fun.kda._kernels.eager.layout import layout
+
+    read: set[str] = set()
+
+    def totals(call: Any) -> Tensor:
+        """``[chunks, HV, K]``; of a packed call with a row for every chunk that its tokens could have."""
+        lay = layout(call)
+        a = operands.decays(lay, call, slice(0, lay.NT), F64).prod(1).unflatten(0, (lay.NT, p.HV))
+        rows = -(-call.q.shape[1] // 64) + (0 if call.cu_seqlens is None else call.cu_seqlens.numel() - 1)
+        return torch.cat((a, a.new_full((rows - lay.NT, *a.shape[1:]), float("nan"))))
+
+    def giving(stage: Any) -> Any:
+        return lambda call: stage(call)._replace(total=totals(call))
+
+    def reading(stage: Any) -> Any:
+        def read_first(call: Any, intra: Any, *given: Any, **more: Any) -> Any:
+            want = totals(call)
+            assert intra.total.shape == want.shape
+            n = layout(call).NT
+            assert torch.equal(intra.total[:n], want[:n])
+            for x in (call.q, call.k, call.v, call.g, intra.A, intra.Aqk):
+                assert x.stride(-1) == 1
+            read.add(f"{stage.__name__} of {'one' if call.cu_seqlens is None else 'many'}")
+            return stage(call, intra, *given, **more)
+
+        return read_first
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(fwd_intra, "fwd_intra", giving(fwd_intra.fwd_intra))
+    patch.setattr(fwd_state, "fwd_state", reading(fwd_state.fwd_state))
+    patch.setattr(bwd_state, "bwd_state", reading(bwd_state.bwd_state))
+    try:
+        return on_rank(group, p), read
+    finally:
+        patch.undo()
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("packing", ["one sequence", "boundaries inside", "empty sequences"])
+def test_every_chunk_keeps_its_decay(packing: str, layout: str, ranks: Ranks) -> None:
+    p = Problem(PACKINGS[packing], layout)
+    answers = ranks.run(3, with_decay_totals, p)
+    compare(p, [part for part, _ in answers])
+    both = {f"{stage} of {n}" for stage in ("fwd_state", "bwd_state") for n in ("one", "many")}
+    assert set().union(*(read for _, read in answers)) == both
+
+
+def order_of_work(group: Any, p: Problem) -> tuple[list[str], list[int]]:
+    """What a forward does, in order, and over how many slots each fold goes."""
+    from kernel_fun._common.exchange import Exchange
+    from kernel_fun.kda import context_parallel
+    from kernel_fun.kda._kernels.eager import fwd_intra, fwd_state
+
+    done: list[str] = []
+    folds: list[int] = []
+    patch = pytest.MonkeyPatch()
+
+    def telling(name: str, function: Any) -> Any:
+        def told(*args: Any, **more: Any) -> Any:
+            done.append(name)
+            return function(*args, **more)
+
+        return told
+
+    def folding(
+        gathered: Any, split: Any, slots: range, *rest: Any, fold: Any = context_parallel._fold
+    ) -> Any:
+        folds.append(len(slots))
+        return fold(gathered, split, slots, *rest)
+
+    patch.setattr(fwd_intra, "fwd_intra", telling("intra", fwd_intra.fwd_intra))
+    patch.setattr(fwd_state, "fwd_state", telling("state", fwd_state.fwd_state))
+    patch.setattr(Exchange, "send", telling("send", Exchange.send))
+    patch.setattr(Exchange, "receive", telling("receive", Exchange.receive))
+    patch.setattr(context_parallel, "_fold", folding)
+    try:
+        on_rank(group, p)
+    finally:
+        patch.undo()
+    return done[: done.index("receive") + 2], folds
+
+
+def test_the_gather_is_in_flight_during_fwd_intra_and_folds_touch_only_their_sequence(ranks: Ranks) -> None:
+    (first, folds_1), (second, folds_2), (third, folds_3), (last, folds_4) = ranks.run(
+        4, order_of_work, Problem((0, 10, 150, 430, 576))
+    )
+    # the last sequence of a rank goes on: its part of fwd_intra and its summary, then the rest while waiting
+    assert first == second == third == ["intra", "state", "send", "intra", "receive", "state"]
+    assert last == ["send", "intra", "receive", "state"]
+    # forward over the slots before, backward over those after
+    assert (folds_1, folds_2, folds_3, folds_4) == ([1], [1, 1], [1, 1], [1])
+    for _, folds in ranks.run(4, order_of_work, Problem(PACKINGS["boundaries at every rank"])):
+        assert folds == []
+
+
+# ------------------------------------------------------------------------------------------- failures
+
+
+def failing(group: Any, p: Problem, bad: int, how: str) -> str:
+    """Rank ``bad`` makes a mistake; every rank must raise."""
+    rank = dist.get_rank(group)
+    context = build_cp_context(torch.tensor(p.cu), group, layout=p.layout)
+    x = {n: context.shard(t) if n in BY_TOKEN else t for n, t in p.leaves().items()}
+    x["initial_state"] = x["initial_state"][list(context.sequences)]
+    x = {n: t.clone().requires_grad_() for n, t in x.items()}
+    more: dict[str, Any] = {}
+    patch = pytest.MonkeyPatch()
+    backward = False
+    if rank == bad:
+        if how == "a tensor of another length":
+            x["k"] = x["k"][:, :-1]
+        elif how == "fewer tokens than the context":
+            x.update({n: x[n][:, :-1] for n in BY_TOKEN})
+        elif how == "the whole batch on one rank":
+            x.update({n: t for n, t in p.leaves().items() if n in BY_TOKEN})
+        elif how == "states of all sequences":
+            x["initial_state"] = x["initial_state"].expand(3, -1, -1, -1)
+        elif how == "another scale":
+            more["scale"] = 2.0
+        elif how == "a keyword nobody knows":
+            more["shiny"] = True
+        elif how == "a backend that is not there":
+            p = replace(p, backend="sm90")
+        elif how == "no gradient":
+            x = {n: t.detach() for n, t in x.items()}
+        elif how == "another packing":
+            context = build_cp_context(torch.tensor([0, 50, p.cu[-1]]), group, layout=p.layout)
+            x["initial_state"] = x["initial_state"][:1].expand(context.num_seqs, -1, -1, -1)
+        elif how == "a kernel that fails":
+            patch.setattr("kernel_fun.kda._kernels.eager.fwd_state.fwd_state", broken)
+        elif how == "a gradient kernel that fails":
+            patch.setattr("kernel_fun.kda._kernels.eager.bwd_state.bwd_state", broken)
+    if how == "a gradient kernel that fails":
+        backward = True
+    try:
+        o, _ = p.call(x, cp_context=context, **more)
+        if backward:
+            o.sum().backward()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        patch.undo()
+    return "returned"
+
+
+def broken(*_: Any, **__: Any) -> Any:
+    raise MemoryError("out of memory in a kernel")
+
+
+FAILURES = {
+    "a tensor of another length": "`k` must have shape",
+    "fewer tokens than the context": "`q` must hold this rank's T =",
+    "the whole batch on one rank": "`q` must hold this rank's T =",
+    "states of all sequences": "`initial_state` must have a row for each of the 1 local sequences",
+    "another scale": "",
+    "a keyword nobody knows": "unexpected keyword argument 'shiny'",
+    "a backend that is not there": "KERNEL_FUN_KDA_BACKEND=sm90 cannot serve",
+    "a kernel that fails": "out of memory in a kernel",
+    "a gradient kernel that fails": "out of memory in a kernel",
+    "no gradient": "",
+    "another packing": "",
+}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("how", FAILURES)
+def test_where_one_rank_raises_all_do_and_none_waits(how: str, world: int, ranks: Ranks) -> None:
+    p = Problem(PACKINGS["one sequence"], seed=1)
+    # the first rank summarises in the forward, the last one in the backward
+    bad = 0 if how == "a kernel that fails" else world - 1
+    answers, seconds = ranks.try_run(world, failing, p, bad, how)
+    assert seconds < 20, answers
+    for rank, answer in enumerate(answers):
+        assert not isinstance(answer, Raised), answer
+        if not FAILURES[how]:  # the ranks disagree: every one of them is told
+            assert answer.startswith("PeerFailure: chunk_kda forward: rank"), (rank, answer)
+        elif rank == bad:
+            assert FAILURES[how] in answer
+            assert not answer.startswith("PeerFailure")
+        else:
+            assert answer.startswith("PeerFailure: chunk_kda"), (rank, answer)
+            assert f"rank {bad} of the context-parallel group raised" in answer
+            assert FAILURES[how] in answer
+    good = Problem(PACKINGS["boundaries inside"])
+    compare(good, ranks.run(world, on_rank, good))  # the group works on
+
+
+def unused_output(group: Any, p: Problem) -> dict[str, Any]:
+    """A rank whose loss reads the final state alone takes part in the backward all the same."""
+    context = build_cp_context(torch.tensor(p.cu), group)
+    x = {n: context.shard(t) if n in BY_TOKEN else t for n, t in p.leaves().items()}
+    x["initial_state"] = x["initial_state"][list(context.sequences)]
+    x = {n: t.clone().requires_grad_() for n, t in x.items()}
+    o, ht = p.call(x, cp_context=context)
+    assert ht is not None
+    (ht.sum() if dist.get_rank(group) == 1 else o.sum()).backward()
+    return {n: t.grad for n, t in x.items()}
+
+
+def test_a_loss_of_one_output(ranks: Ranks) -> None:
+    p = Problem(PACKINGS["one sequence"])
+    parts = ranks.run(2, unused_output, p)
+    x = {n: t.requires_grad_() for n, t in p.leaves().items()}
+    o, ht = p.call(x, cu_seqlens=torch.tensor(p.cu))
+    assert ht is not None
+    (o[:, :288].sum() + ht.sum()).backward()
+    for name in BY_TOKEN:
+        found = torch.cat([part[name] for part in parts], 1)
+        assert (found - x[name].grad).abs().max() < TOLERANCE, name
+
+
+# ------------------------------------------------------------------------------------ in one process
+
+
+CU = torch.tensor([0, 3, 8])
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"cu_seqlens": torch.tensor([0, 3, 7]), "layout": "zigzag"}, ContractError, r"divisible by 2 \* world_size = 2, got 7"),
+        ({"cu_seqlens": torch.tensor([0, 0])}, ContractError, r"positive and divisible by world_size = 1, got 0"),
+        ({"cu_seqlens": torch.tensor([0])}, ContractError, r"`cu_seqlens` must have shape \[N\+1\] with N >= 1"),
+        ({"cu_seqlens": torch.tensor([1, 8])}, ContractError, r"`cu_seqlens` must start at 0, got 1"),
+        ({"cu_seqlens": torch.tensor([0, 5, 3, 8])}, ContractError, r"must not decrease, got 5 then 3"),
+        ({"cu_seqlens": torch.tensor([0.0, 8.0])}, ContractTypeError, r"`cu_seqlens` must be int64 or int32"),
+        ({"cu_seqlens": [0, 8]}, ContractTypeError, r"`cu_seqlens` must be a torch.Tensor, got list"),
+        ({"cu_seqlens_cpu": torch.tensor([0, 8])}, ContractError, r"`cu_seqlens_cpu` must have the shape"),
+        ({"layout": "striped"}, ContractError, r"`layout` must be 'contiguous' or 'zigzag', got 'striped'"),
+        ({"use_tf32x3_affine_chain": False}, ContractError, r"`use_tf32x3_affine_chain` must be True"),
+        ({"group": None}, ContractTypeError, r"`group` must be a torch.distributed process group"),
+        ({"shiny": 1}, TypeError, r"shiny"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_contexts_that_cannot_be(change: Any, error: Any, message: str, group_of_one: Any) -> None:
+    with pytest.raises(error, match=message):
+        build_cp_context(**{"cu_seqlens": CU, "group": group_of_one, **change})
+
+
+def inputs(T: int = 8, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    q, k, v, g = (torch.randn(1, T, 2, 4, dtype=dtype) for _ in range(4))
+    return {"q": q, "k": k, "v": v, "g": -g.abs(), "beta": torch.rand(1, T, 2, dtype=dtype)}
+
+
+@pytest.mark.parametrize(
+    ("context", "error", "message"),
+    [
+        (object(), ContractTypeError, r"`cp_context` must be a context of .*got object without `group`"),
+        (SimpleNamespace(group=None, cu_seqlens=None), ContractError, r"cu_seqlens is required for CP"),
+        (SimpleNamespace(group=3, cu_seqlens=CU), ContractTypeError, r"`cp_context.group` must be a torch.distributed"),
+    ],
+    ids=["no context", "no boundaries", "no group"],
+)  # fmt: skip
+def test_a_mistaken_context_is_named_before_any_exchange(
+    context: Any, error: Any, message: str, group_of_one: Any
+) -> None:
+    gathers, watched = count_gathers()
+    with watched, pytest.raises(error, match=message):
+        chunk_kda(**inputs(), cp_context=context)
+    assert gathers == []
+
+
+def test_a_context_of_another_rank_is_refused(group_of_one: Any) -> None:
+    context = build_cp_context(CU, group_of_one)
+    with pytest.raises(
+        ValueError, match=r"must describe rank 0 of 1 in its group, got one that reaches 0 slots before and 1"
+    ):
+        chunk_kda(**inputs(), cp_context=replace(context, post_num_ranks=1))
+
+
+def test_the_class_of_fla_itself(group_of_one: Any) -> None:
+    context = pytest.importorskip("fla.ops.cp").build_cp_context(CU, group_of_one)
+    x = inputs()
+    found, _ = chunk_kda(**x, cp_context=context)
+    expected, _ = chunk_kda(**x, cu_seqlens=CU)
+    assert torch.equal(found, expected)
+
+
+def test_a_tensor_of_another_length_is_not_cut(group_of_one: Any) -> None:
+    context = build_cp_context(CU, group_of_one)
+    with pytest.raises(
+        ValueError, match=r"must hold the 8 tokens of the packed batch along dim 1, got shape"
+    ):
+        context.shard(torch.zeros(1, 9, 2))
+
+
+def test_without_a_group_the_context_packs(group_of_one: Any) -> None:
+    x = inputs()
+    context = replace(build_cp_context(CU, group_of_one), group=None)
+    found, _ = chunk_kda(**x, cp_context=context)
+    expected, _ = chunk_kda(**x, cu_seqlens=CU)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_one_rank_alone_is_the_plain_call(layout: str, group_of_one: Any) -> None:
+    x = inputs(130, F64)
+    cu = torch.tensor([0, 10, 130])
+    expected, ht = chunk_kda(**x, cu_seqlens=cu, output_final_state=True)
+    context = build_cp_context(cu, group_of_one, layout=layout)
+    found, parts = chunk_kda(**x, cp_context=context, output_final_state=True)
+    assert (found - expected).abs().max() < 1e-12
+    assert ht is not None
+    whole = torch.zeros_like(ht).index_add_(0, torch.tensor(context.sequences), parts)
+    assert (whole - ht).abs().max() < 1e-12
+
+
+def test_intermediate_states(group_of_one: Any) -> None:
+    x = inputs(66)
+    cu = torch.tensor([0, 10, 66])
+    context = build_cp_context(cu, group_of_one)
+    with torch.inference_mode():
+        expected = chunk_kda(**x, cu_seqlens=cu, return_intermediate_states=True, chunk_size=32)
+        found = chunk_kda(**x, cp_context=context, return_intermediate_states=True, chunk_size=32)
+    for a, b in zip(expected, found):
+        assert (a is None and b is None) or torch.equal(a, b)
+
+
+def test_no_double_backward(group_of_one: Any) -> None:
+    x = {n: t.requires_grad_() for n, t in inputs().items()}
+    o, _ = chunk_kda(**x, cp_context=build_cp_context(CU, group_of_one))
+    (dq,) = torch.autograd.grad(o.square().sum(), x["q"], create_graph=True)
+    with pytest.raises(RuntimeError, match="no double backward"):
+        dq.sum().backward()
+
+
+def test_is_supported_tells_the_truth_without_a_word_to_other_ranks(group_of_one: Any) -> None:
+    x = inputs()
+    gathers, watched = count_gathers()
+    with watched:
+        answer = is_supported(x["q"], x["v"], cp_context=build_cp_context(CU, group_of_one))
+    assert answer == (False, "tensor on cpu")
+    assert gathers == []
+
+
+def test_under_the_compiler_it_is_a_graph_break(group_of_one: Any) -> None:
+    context = build_cp_context(CU, group_of_one)
+
+    def twice(**x: Tensor) -> Tensor:
+        return chunk_kda(**x, cp_context=context)[0] * 2
+
+    x = inputs()
+    assert torch.equal(torch.compile(twice, backend="eager")(**x), twice(**x))
+
+
+def test_capture_is_refused(group_of_one: Any) -> None:
+    with pytest.raises(NotImplementedError, match=r"`use_graph` with `cp_context`"):
+        chunk_kda(**inputs(), cp_context=build_cp_context(CU, group_of_one), use_graph=True)
+
+
+def test_the_shards_are_a_partition(ranks: Ranks) -> None:
+    tokens = torch.arange(48)
+    for layout in ("contiguous", "zigzag"):
+        parts = ranks.run(4, shards, layout)
+        assert torch.equal(torch.cat(parts).sort().values, tokens)
+    assert torch.equal(parts[0], torch.cat((tokens[:6], tokens[42:])))
+
+
+def shards(group: Any, layout: str) -> Tensor:
+    return build_cp_context(torch.tensor([0, 48]), group, layout=layout).shard(torch.arange(48), 0)
+
+
+def test_every_layout_of_every_size_divides_the_packings() -> None:
+    assert all(cu[-1] % 24 == 0 for cu in PACKINGS.values())
+    assert any(a == b for a, b in pairwise(PACKINGS["empty sequences"]))
