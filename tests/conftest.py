@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -9,6 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+
+from ranks import Ranks
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -80,9 +84,31 @@ def _reproducible() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _forgotten() -> None:
+    """No plan of another test: tests change what plans are made from."""
+    import_module("kernel_fun._common.known").forget()
+
+
 @pytest.fixture
 def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache of compiled kernels, its directory not created yet."""
     path = tmp_path / "kernels"
     monkeypatch.setenv("KERNEL_FUN_CACHE_DIR", str(path))
     return path
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Processes of a gloo group, started by the first test that gives them a job."""
+    processes = Ranks()
+    yield processes
+    processes.stop()
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[Any]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()

@@ -16,6 +16,7 @@ from kernel_fun._common import support
 from kernel_fun._common.plan import BackendUnavailable, announce
 from kernel_fun.cconv import dispatch, fallback
 from kernel_fun.cconv.call import Problem
+from kernel_fun.kda import build_cp_context
 
 SM90, CPU = devices.named("sm90"), devices.named("cpu")
 GOOD = Problem(2, 64, 128, 4, activation="silu", needs_grad=True)
@@ -45,7 +46,6 @@ def test_what_triton_takes(W: int, dtype: str, weight: str) -> None:
         ({"W": 1}, "W = 1, kernels are built for 2 to 8"),
         ({"W": 9}, "W = 9, kernels are built for 2 to 8"),
         ({"T": 1 << 30}, "kernels count tokens of a row below 1073741824"),
-        ({"context_parallel": True}, "`cp_context` is served by fla alone"),
         ({"asked": "cuda"}, "`backend='cuda'` asks for an implementation of fla's"),
     ],
 )
@@ -64,11 +64,21 @@ def test_float64_runs_on_eager() -> None:
     assert "x is float64" in plan.reason
 
 
-def test_without_fla_eager_serves_and_a_context_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_fla_eager_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(support, "module_found", lambda name: name != "fla")
     assert dispatch.plan(problem(W=9), SM90).backend == "eager"
-    with pytest.raises(NotImplementedError, match="`cp_context` is served only by delegation"):
-        dispatch.plan(problem(context_parallel=True), SM90)
+
+
+@pytest.mark.parametrize("states", [{}, {"has_h0": True}, {"wants_ht": True}, {"reduces": True}])
+def test_context_parallel(states: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = problem(context_parallel=True, N=3, **states)
+    assert dispatch.plan(asked, SM90).backend == "triton"
+    monkeypatch.setenv("KERNEL_FUN_CCONV_BACKEND", "fla")
+    if not states:
+        assert dispatch.plan(asked, SM90).backend == "fla"
+        return
+    with pytest.raises(BackendUnavailable, match=r"fla takes and returns no states|fla reduces no gradients"):
+        dispatch.plan(asked, SM90)
 
 
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +154,7 @@ def test_is_supported_is_the_plan() -> None:
         cconv.is_supported(x, weight, activation="gelu")
 
 
-def test_delegation_is_verbatim(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_delegation_is_verbatim(monkeypatch: pytest.MonkeyPatch, group_of_one: Any) -> None:
     seen: dict[str, Any] = {}
 
     def peer(**arguments: Any) -> tuple[str, None]:
@@ -153,7 +163,9 @@ def test_delegation_is_verbatim(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(fallback.compat, "function_of", lambda op: peer)
     monkeypatch.setattr(devices, "of", lambda device: SM90)
-    x, weight, context = torch.zeros(1, 5, 8), torch.zeros(8, 4), object()
+    monkeypatch.setenv("KERNEL_FUN_CCONV_BACKEND", "fla")
+    x, weight = torch.zeros(1, 5, 8), torch.zeros(8, 4)
+    context = build_cp_context(torch.tensor([0, 5]), group_of_one)
     assert cconv.causal_conv1d(x, weight, cp_context=context, activation="swish") == ("y", None)
     assert seen.pop("x") is x
     assert seen.pop("weight") is weight

@@ -15,7 +15,7 @@ from kernel_fun._common import config, support
 from kernel_fun._common import device as devices
 from kernel_fun._common.device import ARCHS, named
 from kernel_fun._common.plan import BackendUnavailable, Impl, Stage
-from kernel_fun.kda import chunk_kda, dispatch, fused_recurrent_kda, is_supported, warmup
+from kernel_fun.kda import build_cp_context, chunk_kda, dispatch, fused_recurrent_kda, is_supported, warmup
 from kernel_fun.kda.call import Problem
 
 GOLDEN = Path(__file__).parent / "golden_plans.txt"
@@ -43,7 +43,11 @@ PROBLEMS = {
     "mixed": replace(BASE, dtypes=("bfloat16", "float32", "bfloat16", "float32", "float32")),
     "odd_dims": replace(BASE, K=100, V=60),
     "short": replace(BASE, B=1, T=15, H=1, HV=1),
-    "context_parallel": replace(BASE, context_parallel=True),
+    "context_parallel": replace(BASE, B=1, N=3, context_parallel=True),
+    "context_parallel with states": replace(
+        BASE, B=1, N=3, has_h0=True, wants_ht=True, context_parallel=True
+    ),
+    "context_parallel captured": replace(BASE, B=1, N=3, context_parallel=True, use_graph=True),
 }
 
 
@@ -165,13 +169,21 @@ def test_a_keyword_fla_knows_is_delegated_and_one_nobody_knows_is_refused(fla):
         chunk_kda(**inputs(use_l2norm=True))
 
 
-def test_cp_context_is_delegated_or_refused(fla, monkeypatch):
-    ctx = types.SimpleNamespace(cu_seqlens=torch.tensor([0, 4]))
-    chunk_kda(**inputs(cp_context=ctx))
-    assert fla.calls[0][1]["cp_context"] is ctx
-    monkeypatch.setattr(devices, "of", lambda device: named("cpu"))
-    with pytest.raises(NotImplementedError, match="`cp_context` is served only by delegation to fla on CUDA"):
-        chunk_kda(**inputs(cp_context=ctx))
+def test_cp_context_is_delegated_verbatim_unless_only_we_can(fla, group_of_one, monkeypatch):
+    cp_context = build_cp_context(torch.tensor([0, 4]), group_of_one)
+    assert chunk_kda(**inputs(cp_context=cp_context)) == ("o", "ht")
+    assert fla.calls[0][1]["cp_context"] is cp_context
+    for more in (
+        {"output_final_state": True},
+        {"initial_state": torch.zeros(1, 2, 8, 8)},
+        {"cp_context": replace(cp_context, reduce_gradients=True)},
+    ):
+        o, _ = chunk_kda(**inputs(**{"cp_context": cp_context, **more}))
+        assert torch.is_tensor(o)
+    assert len(fla.calls) == 1
+    monkeypatch.setenv(config.KDA_BACKEND.name, "fla")
+    with pytest.raises(BackendUnavailable, match="fla takes and returns no states with `cp_context`"):
+        chunk_kda(**inputs(cp_context=cp_context, output_final_state=True))
 
 
 def test_unknown_keyword_names_itself():
@@ -240,7 +252,10 @@ def test_disable_switches(switch, monkeypatch, packages):
 @pytest.mark.parametrize(
     ("problem", "reason"),
     [
-        (replace(BASE, context_parallel=True), "`cp_context` is served by fla alone"),
+        (
+            replace(BASE, context_parallel=True, use_graph=True),
+            "`use_graph` with `cp_context`: the host waits in every exchange, a graph cannot hold that",
+        ),
         (replace(BASE, unknown=("shiny",)), "keyword 'shiny' is not ours"),
     ],
 )

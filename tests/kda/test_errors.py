@@ -267,22 +267,8 @@ BAD: dict[str, Bad] = {
     "intermediate states outside inference mode": Bad(
         {"return_intermediate_states": True}, ValueError, r"only allowed in inference mode", alone=True
     ),
-    "context parallel with a state": Bad(
-        {"cp_context": SimpleNamespace(cu_seqlens=CU), "initial_state": zeros(2, 4, 6, 5)},
-        ValueError,
-        r"Initial state is not supported for CP",
-        fla=True,
-        alone=True,
-    ),
-    "context parallel with a final state": Bad(
-        {"cp_context": SimpleNamespace(cu_seqlens=CU), "output_final_state": True},
-        ValueError,
-        r"Output final state is not supported for CP",
-        fla=True,
-        alone=True,
-    ),
     "context parallel without boundaries": Bad(
-        {"cp_context": SimpleNamespace(cu_seqlens=None)},
+        {"cp_context": SimpleNamespace(cu_seqlens=None, group=None)},
         ValueError,
         r"cu_seqlens is required for CP",
         fla=True,
@@ -359,17 +345,6 @@ def test_a_missing_argument_is_named() -> None:
         chunk_kda(**x)
     with pytest.raises(TypeError, match="beta"):
         fused_recurrent_kda(**x)
-
-
-def test_context_parallel_without_fla_to_delegate_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KERNEL_FUN_KDA_BACKEND", "eager")
-    context = SimpleNamespace(cu_seqlens=CU)
-    with pytest.raises((NotImplementedError, ValueError), match=r"context.parallel|cp_context"):
-        chunk_kda(**good(), cp_context=context)
-    monkeypatch.setenv("KERNEL_FUN_KDA_BACKEND", "auto")
-    monkeypatch.setenv("KERNEL_FUN_FALLBACK", "eager")
-    with pytest.raises(NotImplementedError, match=r"context.parallel|cp_context"):
-        chunk_kda(**good(), cp_context=context)
 
 
 def test_per_channel_beta_belongs_to_the_recurrent_form() -> None:

@@ -49,14 +49,19 @@ FUSED_RECURRENT_KDA = FlaOp(
 FLA_OPS = (CHUNK_KDA, FUSED_RECURRENT_KDA)
 
 
+ORIGINAL = "__kernel_fun_original__"
+"""Attribute by which a function under a name of fla's (see ``kernel_fun.fla.patch``) holds fla's own."""
+
+
 def function_of(op: FlaOp) -> Callable[..., Any] | None:
-    """The installed fla function, or None where fla lacks it. Imports fla."""
+    """The installed fla function, also where its name is rebound, or None where fla lacks it. Imports fla."""
     import importlib
 
     try:
-        return getattr(importlib.import_module(op.module), op.name)
+        function = getattr(importlib.import_module(op.module), op.name)
     except (ImportError, AttributeError):
         return None
+    return getattr(function, ORIGINAL, function)
 
 
 def keywords(op: FlaOp) -> frozenset[str] | None:
@@ -91,16 +96,20 @@ def check_fla() -> str | None:
     """Compare the installed fla with the contract: None if it holds or fla is absent, else a sentence."""
     if support.missing("fla") is not None:
         return None
-    for op in FLA_OPS:
-        function = function_of(op)
-        if function is None:
-            return f"fla-core {support.version_of('fla-core')} has no {op.module}.{op.name}"
-        named = _named(function)
-        if named[: len(op.parameters)] != op.parameters:
-            first = next((i for i, n in enumerate(op.parameters) if named[i : i + 1] != (n,)), 0)
-            return (
-                f"{op.module}.{op.name} of fla-core {support.version_of('fla-core')} has "
-                f"{named[first] if first < len(named) else 'nothing'!r} where {op.parameters[first]!r} was "
-                f"tested (versions tested: {', '.join(FLA_TESTED)})"
-            )
-    return None
+    return next((found for op in FLA_OPS if (found := difference(op)) is not None), None)
+
+
+def difference(op: FlaOp) -> str | None:
+    """Where the installed fla function departs from the one that was tested: None, or a sentence."""
+    function = function_of(op)
+    if function is None:
+        return f"fla-core {support.version_of('fla-core')} has no {op.module}.{op.name}"
+    named = _named(function)
+    if named[: len(op.parameters)] == op.parameters:
+        return None
+    first = next((i for i, n in enumerate(op.parameters) if named[i : i + 1] != (n,)), 0)
+    return (
+        f"{op.module}.{op.name} of fla-core {support.version_of('fla-core')} has "
+        f"{named[first] if first < len(named) else 'nothing'!r} where {op.parameters[first]!r} was "
+        f"tested (versions tested: {', '.join(FLA_TESTED)})"
+    )

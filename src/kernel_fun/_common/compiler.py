@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -22,3 +25,40 @@ def outside_compiler(function: F) -> F:
         return function(*args, **kwargs)
 
     return cast(F, wrapper)
+
+
+def traced_by(trace: Callable[[tuple[Any, ...], dict[str, Any]], tuple[bool, Any]]) -> Callable[[F], F]:
+    """Decorator: under torch.compile a function is what ``trace(args, kwargs)`` does.
+
+    ``trace`` returns (True, results), or (False, anything) for a call that has to run as it is, at a graph
+    break.
+    """
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            import torch
+
+            if torch.compiler.is_compiling():
+                traced, results = trace(args, kwargs)
+                return results if traced else torch.compiler.disable(function)(*args, **kwargs)
+            return function(*args, **kwargs)
+
+        return cast(F, wrapper)
+
+    return decorate
+
+
+def by_name(
+    parameters: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any] | None:
+    """Arguments by name; None where Python would not bind them: too many, or one given twice."""
+    if len(args) > len(parameters) or any(name in kwargs for name in parameters[: len(args)]):
+        return None
+    return {**dict(zip(parameters, args)), **kwargs}
+
+
+def owned(tensor: Tensor) -> Tensor:
+    """The tensor as an operator may return it: contiguous and alone in its storage."""
+    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return tensor if whole and tensor.is_contiguous() else tensor.clone().contiguous()

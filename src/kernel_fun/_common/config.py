@@ -56,6 +56,12 @@ FALLBACK = Switch(
     "fla, eager, or error",
 )
 CACHE_DIR = Switch("KERNEL_FUN_CACHE_DIR", "", "directory of compiled kernels; default ~/.cache/kernel-fun")
+KERNELS = Switch(
+    "KERNEL_FUN_KERNELS",
+    "",
+    "directory of kernels built by `kernel-fun compile`; CuTe kernels are then loaded from it, "
+    "never compiled",
+)
 KDA_DISABLE = Switch("KERNEL_FUN_KDA_DISABLE", "0", "1: no GPU backend serves chunk_kda")
 KDA_BACKEND = Switch(
     "KERNEL_FUN_KDA_BACKEND",
@@ -69,6 +75,11 @@ KDA_MIN_CTAS = Switch(
     "smallest number of value-head columns in flight, B*HV*ceil(V/64) (N for B when packed), "
     "that a GPU backend of chunk_kda accepts",
 )
+FLA = Switch(
+    "KERNEL_FUN_FLA",
+    "1",
+    "0: calls made through kernel_fun.fla.register() or patch() are fla's own again",
+)
 CCONV_DISABLE = Switch("KERNEL_FUN_CCONV_DISABLE", "0", "1: no GPU backend serves causal_conv1d")
 CCONV_BACKEND = Switch(
     "KERNEL_FUN_CCONV_BACKEND",
@@ -81,14 +92,27 @@ SWITCHES = (
     DEBUG,
     FALLBACK,
     CACHE_DIR,
+    KERNELS,
     KDA_DISABLE,
     KDA_BACKEND,
     KDA_MIN_CTAS,
     CCONV_DISABLE,
     CCONV_BACKEND,
+    FLA,
 )
 
+KDA_POLICY = (DISABLE, DEBUG, FALLBACK, KDA_DISABLE, KDA_BACKEND, KDA_MIN_CTAS)
+"""What the plan of a KDA call depends on."""
+CCONV_POLICY = (DISABLE, DEBUG, FALLBACK, CCONV_DISABLE, CCONV_BACKEND)
+"""What the plan of a convolution depends on."""
+
 FALLBACKS = ("auto", "fla", "eager", "error")
+
+
+def words(switches: tuple[Switch, ...]) -> tuple[str | None, ...]:
+    """What the environment holds for some switches, unread: None where nothing is set."""
+    get = os.environ.get
+    return tuple([get(switch.name) for switch in switches])
 
 
 def disabled_by(family: Switch) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -47,8 +49,29 @@ def arch_of(capability: tuple[int, int]) -> str:
     return "sm100" if (major, minor) in ((10, 0), (10, 3)) else f"sm{major}{minor}"
 
 
+_pretended: Device | None = None
+
+
+@contextmanager
+def pretend(arch: str) -> Generator[None]:
+    """Within the block every tensor counts as one on a typical device of an architecture, so that a plan
+    for it can be followed to the launches where no such device is."""
+    global _pretended
+    from kernel_fun._common import known
+
+    known.forget()  # answers name tensors by their device, which now counts as another
+    before, _pretended = _pretended, named(arch)
+    try:
+        yield
+    finally:
+        _pretended = before
+        known.forget()
+
+
 def of(device: torch.device) -> Device:
     """Facts of a torch device; CUDA properties are read once per device index."""
+    if _pretended is not None:
+        return _pretended
     if device.type != "cuda":
         return _NAMED["cpu"] if device.type == "cpu" else Device(device.type, device.type, device.type)
     import torch

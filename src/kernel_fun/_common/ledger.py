@@ -43,3 +43,24 @@ def drift(entries: Mapping[str, Verified], kernels: Mapping[str, str]) -> dict[s
         if changed:
             found[stage] = changed
     return found
+
+
+def text(family: str, entries: Mapping[str, Verified]) -> str:
+    """The source of a family's ``_provenance.py``."""
+    lines = [
+        f'"""{family}\'s ledger: the kernels that passed the GPU tests. Written by `kernel-fun verify`."""',
+        "",
+        "from __future__ import annotations",
+        "",
+        "from kernel_fun._common.ledger import Verified",
+        "",
+        "VERIFIED: dict[str, Verified] = {",
+    ]
+    for stage, entry in entries.items():
+        lines += [f'    "{stage}": Verified(', "        sources={"]
+        lines += [f'            "{name}": "{digest}",' for name, digest in sorted(entry.sources.items())]
+        lines += ["        },", f'        gpu="{entry.gpu}",', f'        utc="{entry.utc}",']
+        lines += ["        versions={"]
+        lines += [f'            "{name}": "{version}",' for name, version in sorted(entry.versions.items())]
+        lines += ["        },", "    ),"]
+    return "\n".join([*lines, "}", ""]) if entries else "\n".join([*lines[:-1], lines[-1] + "}", ""])

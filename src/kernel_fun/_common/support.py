@@ -9,6 +9,8 @@ import platform
 import threading
 from functools import cache
 
+from kernel_fun._common import config
+
 log = logging.getLogger("kernel_fun")
 
 # What a backend needs, by the name used in dispatch tables: modules that must be importable.
@@ -41,8 +43,10 @@ def module_found(name: str) -> bool:
 
 
 def missing(need: str) -> str | None:
-    """Reason a need is unmet, or None."""
+    """Reason a need is unmet, or None. Prebuilt kernels need no compiler."""
     absent = [m for m in NEEDS[need] if not module_found(m)]
+    if absent and need == "cute" and config.KERNELS.read():
+        absent = [m for m in absent if m != "cutlass"]
     if not absent:
         return None
     return f"{', '.join(absent)} not installed (pip install 'kernel-fun[{EXTRA[need]}]')"

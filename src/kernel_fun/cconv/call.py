@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from kernel_fun._common import check
+from kernel_fun._common import check, context_parallel
 from kernel_fun._common.check import ContractError, ContractTypeError
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from kernel_fun._common.context_parallel import Split
 
 __all__ = ["Call", "ContractError", "ContractTypeError", "Problem", "Step", "bind", "bind_step"]
 
@@ -43,6 +45,8 @@ class Problem:
     asked: str = "triton"
     """The ``backend`` argument: fla's name of an implementation."""
     context_parallel: bool = False
+    reduces: bool = False
+    """The gradients of parameters are summed over the context-parallel group."""
     unknown: tuple[str, ...] = ()
 
     @property
@@ -90,6 +94,8 @@ class Call:
     """The arguments as the caller gave them, for delegation."""
     memo: dict[str, Any] = field(default_factory=dict[str, Any])
     """What a backend derived from cu_seqlens in the forward and its backward reads again."""
+    split: Split | None = None
+    """Under context parallel: what this rank holds of the packed batch."""
 
     @property
     def silu(self) -> bool:
@@ -97,6 +103,12 @@ class Call:
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         return tuple(getattr(self, name) for name in TENSORS)
+
+    def like(self, **changes: Any) -> Call:
+        """The same call with other values of some fields, already checked."""
+        other = object.__new__(Call)
+        other.__dict__.update(self.__dict__, **changes)
+        return other
 
     def facts(self) -> tuple[Any, ...]:
         """What a context keeps beside its saved tensors."""
@@ -131,6 +143,7 @@ class Call:
             and any(t is not None and t.requires_grad for t in self.tensors()),
             asked=self.asked,
             context_parallel=self.context_parallel,
+            reduces=self.split is not None and self.split.reduce_gradients,
             unknown=self.unknown,
         )  # fmt: skip
 
@@ -172,6 +185,7 @@ def bind(arguments: dict[str, Any]) -> Call:
     a = {name: value for name, value in arguments.items() if name != "kwargs"}
     kwargs: dict[str, Any] = arguments["kwargs"]
     asked, cp_context = a["backend"], a["cp_context"]
+    split = None if cp_context is None else context_parallel.read(cp_context)
     if asked not in BACKENDS:
         raise ContractError(f"`backend` must be one of {', '.join(BACKENDS)}, got {asked!r}")
     _activation(a["activation"])
@@ -187,18 +201,12 @@ def bind(arguments: dict[str, Any]) -> Call:
         residual = residual.flatten(2)
         check.dtype("residual", residual, _floats())
         check.same_device("residual", residual, "x", x)
-    cu_seqlens = a["cu_seqlens"]
-    if cp_context is not None:
-        if a["initial_state"] is not None:
-            raise ContractError(
-                "Initial state is not supported for CP: `initial_state` must be None, got a tensor"
-            )
-        if a["output_final_state"]:
-            raise ContractError(
-                "Output final state is not supported for CP: `output_final_state` must be False, got True"
-            )
-    else:
-        _packing(cu_seqlens, a["cu_seqlens_cpu"], x)
+    cu_seqlens, cu_seqlens_cpu = a["cu_seqlens"], a["cu_seqlens_cpu"]
+    if cp_context is not None:  # its boundaries hold, whatever the call says
+        cu_seqlens, cu_seqlens_cpu = context_parallel.local_boundaries(cp_context, x.device)
+    if split is not None:
+        context_parallel.check_local(split, "x", x.shape[1], a["initial_state"])
+    _packing(cu_seqlens, cu_seqlens_cpu, x)
     sizes["N"] = x.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
     if a["initial_state"] is not None:
         h0 = check.is_tensor("initial_state", a["initial_state"])
@@ -211,9 +219,10 @@ def bind(arguments: dict[str, Any]) -> Call:
         activation=a["activation"],
         output_final_state=bool(a["output_final_state"]),
         asked=asked,
-        context_parallel=cp_context is not None,
+        context_parallel=split is not None,
         unknown=tuple(sorted(kwargs)),
         verbatim={**a, **kwargs},
+        split=split,
     )  # fmt: skip
 
 

@@ -91,13 +91,11 @@ def _plan(
         policy,
         gpu_refusal=_gpu_refusal(problem),
         fla_refusal=_fla_refusal(problem, device, op),
-        eager_refusal=_eager_refusal(problem),
+        eager_refusal=None,
     )
 
 
 def _gpu_refusal(problem: Problem) -> str | None:
-    if problem.context_parallel:
-        return "`cp_context` is served by fla alone"
     if problem.asked != "triton":
         return f"`backend={problem.asked!r}` asks for an implementation of fla's"
     return None
@@ -111,6 +109,10 @@ def _fla_refusal(problem: Problem, device: Device, op: compat.FlaOp) -> str | No
         return reason
     if "float64" in problem.dtypes:
         return "fla computes no float64"
+    if problem.context_parallel and (problem.has_h0 or problem.wants_ht):
+        return "fla takes and returns no states with `cp_context`"
+    if problem.reduces:
+        return "fla reduces no gradients over a context-parallel group"
     if not problem.unknown:
         return None
     known = compat.keywords(op)
@@ -118,9 +120,3 @@ def _fla_refusal(problem: Problem, device: Device, op: compat.FlaOp) -> str | No
         return f"the installed fla-core {support.version_of('fla-core')} has no {op.name}"
     strange = [name for name in problem.unknown if name not in known]
     return f"fla {op.name} takes no keyword {strange[0]!r}" if strange else None
-
-
-def _eager_refusal(problem: Problem) -> str | None:
-    if problem.context_parallel:
-        return "`cp_context` is served only by delegation to fla on CUDA, which this call cannot use"
-    return None

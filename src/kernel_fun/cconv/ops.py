@@ -10,18 +10,29 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kernel_fun._common import device as devices
-from kernel_fun._common.compiler import outside_compiler
+from kernel_fun._common.compiler import outside_compiler, traced_by
 from kernel_fun._common.plan import announce
-from kernel_fun.cconv import autograd, dispatch, fallback
+from kernel_fun.cconv import autograd, context_parallel, dispatch, fallback, known
 from kernel_fun.cconv.call import ContractError, bind, bind_step
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable
+
     from torch import Tensor
+
+    from kernel_fun._common.plan import Plan
+    from kernel_fun.cconv.call import Call
 
 __all__ = ["causal_conv1d", "causal_conv1d_update", "is_supported", "warmup"]
 
 
-@outside_compiler
+def _trace(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
+    from kernel_fun.cconv import compiled
+
+    return compiled.trace(args, kwargs)
+
+
+@traced_by(_trace)
 def causal_conv1d(
     x: Tensor,
     weight: Tensor | None = None,
@@ -63,7 +74,11 @@ def causal_conv1d(
             Sequences may be empty; rows past the last boundary give zero outputs and gradients.
         cu_seqlens_cpu: The same on the CPU; its content is then checked. Nothing waits for the device.
         chunk_indices: Accepted; kernels here need no index of chunks.
-        cp_context: Context parallel; served only by delegation to fla.
+        cp_context: x is this rank's part of a packed batch that ``kernel_fun.kda.build_cp_context``, or that
+            of fla, cut over a process group; its boundaries replace ``cu_seqlens``. Every rank of the group
+            must make the call: one all-gather of the last W-1 inputs, and one of their gradients in the
+            backward. States have a row for each local sequence: an initial state is read where its sequence
+            begins, and a final one stands where it ends (0 elsewhere).
         **kwargs: ``seq_idx``, for ``"mix"`` and ``"cuda"``.
 
     Returns:
@@ -77,16 +92,27 @@ def causal_conv1d(
             and what was given.
         TypeError: a type or dtype outside it, or an unknown keyword.
         NotImplementedError: no backend can take the call; the message says why.
+        kernel_fun.kda.PeerFailure: under ``cp_context``, another rank raised, or called something else.
     """
-    call = bind(locals())
-    plan = dispatch.plan(call.problem(), devices.of(x.device))
-    if plan.backend != "fla" and call.unknown:
-        raise TypeError(f"causal_conv1d() got an unexpected keyword argument {call.unknown[0]!r}")
-    announce(plan, "causal_conv1d")
+    arguments = locals()
+    signature = known.signature(arguments)
+    call, plan = known.recall(signature, arguments) or _planned(signature, arguments)
     if plan.backend == "fla":
         return fallback.causal_conv1d(call.verbatim)
-    y, final_state = autograd.run(call, plan)
+    y, final_state = (autograd if call.split is None else context_parallel).run(call, plan)
     return y.view(x.shape), final_state
+
+
+def _planned(signature: Hashable | None, arguments: dict[str, Any]) -> tuple[Call, Plan]:
+    """Bind a call, plan it and say who serves it."""
+    with context_parallel.failing_together(arguments):
+        call = bind(arguments)
+        plan = dispatch.plan(call.problem(), devices.of(arguments["x"].device))
+        if plan.backend != "fla" and call.unknown:
+            raise TypeError(f"causal_conv1d() got an unexpected keyword argument {call.unknown[0]!r}")
+    announce(plan, "causal_conv1d")
+    known.keep(signature, call, plan)
+    return call, plan
 
 
 @outside_compiler

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,9 +68,10 @@ class _NoDoubleBackward(torch.autograd.Function):
         raise RuntimeError("chunk_kda has no double backward: its gradients cannot be differentiated again")
 
 
-def _no_autocast(call: Call) -> torch.autocast:
+def _no_autocast(call: Call) -> AbstractContextManager[object]:
     """The op computes in its own dtypes; autocast would narrow its products."""
-    return torch.autocast(call.q.device.type, enabled=False)
+    kind = call.q.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def run(call: Call, plan: Plan) -> Any:

@@ -6,12 +6,14 @@ import warnings
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from kernel_fun._common import check
+from kernel_fun._common import check, context_parallel
 from kernel_fun._common.check import ContractError, ContractTypeError
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from kernel_fun._common.context_parallel import Split
 
 __all__ = ["Call", "ContractError", "ContractTypeError", "Problem", "bind"]
 
@@ -54,6 +56,8 @@ class Problem:
     chunk_size: int = BT
     use_graph: bool = False
     context_parallel: bool = False
+    reduces: bool = False
+    """The gradients of parameters are summed over the context-parallel group."""
     unknown: tuple[str, ...] = ()
 
     @property
@@ -120,7 +124,12 @@ class Call:
     verbatim: dict[str, Any]
     """The arguments as the caller gave them, for delegation."""
     memo: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Plain data that one stage derived and later ones read again; no tensors, for a context keeps it."""
+    """What one stage derived and later ones read again. A context keeps it: plain data, and of tensors only
+    the index tables of a packing (under 20 bytes a chunk)."""
+    split: Split | None = None
+    """Under context parallel: what this rank holds of the packed batch."""
+    scratch: dict[str, Any] = field(default_factory=dict[str, Any], init=False)
+    """What the stages of one pass share, tensors too: every copy of a call begins with none of it."""
 
     @property
     def BT(self) -> int:
@@ -130,12 +139,18 @@ class Call:
     def tensors(self) -> tuple[Tensor | None, ...]:
         return tuple(getattr(self, name) for name in TENSORS)
 
+    def like(self, **changes: Any) -> Call:
+        """The same call with other values of some fields, already checked."""
+        other = object.__new__(Call)
+        other.__dict__.update(self.__dict__, **changes, scratch={})
+        return other
+
     def without_tensors(self) -> Call:
         """The same call holding none of its differentiable tensors: what a context may keep."""
-        return replace(self, **dict.fromkeys(TENSORS), verbatim={})
+        return self.like(**dict.fromkeys(TENSORS), verbatim={})
 
     def with_tensors(self, tensors: tuple[Tensor | None, ...]) -> Call:
-        return replace(self, **dict(zip(TENSORS, tensors)))
+        return self.like(**dict(zip(TENSORS, tensors)))
 
     def problem(self) -> Problem:
         import torch
@@ -164,6 +179,7 @@ class Call:
             chunk_size=self.chunk_size,
             use_graph=self.use_graph,
             context_parallel=self.context_parallel,
+            reduces=self.split is not None and self.split.reduce_gradients,
             unknown=self.unknown,
         )
 
@@ -177,7 +193,7 @@ def bind(arguments: dict[str, Any]) -> Call:
     a = {name: value for name, value in arguments.items() if name != "kwargs"}
     kwargs: dict[str, Any] = arguments["kwargs"]
     q, k, v, g, beta = (a[name] for name in ("q", "k", "v", "g", "beta"))
-    h0, cu_seqlens, cp_context = a["initial_state"], a["cu_seqlens"], a["cp_context"]
+    h0, cp_context = a["initial_state"], a["cp_context"]
     state_v_first = a["state_v_first"]
     unknown = tuple(sorted(n for n in kwargs if n not in KEYWORDS))
     if "transpose_state_layout" in kwargs:
@@ -193,8 +209,14 @@ def bind(arguments: dict[str, Any]) -> Call:
     if chunk_size not in (32, 64):
         raise ContractError(f"`chunk_size` must be either 32 or 64 for KDA, got {chunk_size!r}")
 
+    split = None if cp_context is None else context_parallel.read(cp_context)
     sizes = _shapes(q, k, v, g, beta)
-    N = _packing(a, q)
+    cu_seqlens, cu_seqlens_cpu = a["cu_seqlens"], a["cu_seqlens_cpu"]
+    if cp_context is not None:  # its boundaries hold, whatever the call says
+        cu_seqlens, cu_seqlens_cpu = context_parallel.local_boundaries(cp_context, q.device)
+    if split is not None:
+        context_parallel.check_local(split, "q", q.shape[1], h0)
+    N = _packing({**a, "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu}, q)
     sizes["N"] = sizes["B"] if N is None else N
     _state(h0, sizes, (q, k, v, g, beta), state_v_first)
     gate, lower_bound, A_log, dt_bias = _gate(a, kwargs, sizes, q)
@@ -203,17 +225,9 @@ def bind(arguments: dict[str, Any]) -> Call:
         raise ContractError("`allow_neg_eigval=True` requires `use_beta_sigmoid_in_kernel=True`, got False")
     if a["return_intermediate_states"]:
         _inference_only(a["disable_recompute"])
-    if cp_context is not None and h0 is not None:
-        raise ContractError(
-            "Initial state is not supported for CP: `initial_state` must be None with `cp_context`"
-        )
-    if cp_context is not None and a["output_final_state"]:
-        raise ContractError(
-            "Output final state is not supported for CP: `output_final_state` must be False with `cp_context`"
-        )
     scale = a["scale"]
     return Call(
-        q, k, v, g, beta, A_log, dt_bias, h0, cu_seqlens, a["cu_seqlens_cpu"],
+        q, k, v, g, beta, A_log, dt_bias, h0, cu_seqlens, cu_seqlens_cpu,
         scale=sizes["K"] ** -0.5 if scale is None else check.number("scale", scale),
         gate=gate,
         lower_bound=lower_bound,
@@ -226,9 +240,10 @@ def bind(arguments: dict[str, Any]) -> Call:
         chunk_size=int(chunk_size),
         use_graph=bool(a["use_graph"]),
         max_num_seqs=a["max_num_seqs"],
-        context_parallel=cp_context is not None,
+        context_parallel=split is not None,
         unknown=unknown,
         verbatim={**a, **kwargs},
+        split=split,
     )  # fmt: skip
 
 
@@ -276,17 +291,8 @@ def _packing(a: dict[str, Any], q: Tensor) -> int | None:
     """Check cu_seqlens and its relatives. Returns N, or None for a dense call."""
     import torch
 
-    cu, cu_cpu, cp_context, h0 = (
-        a[name] for name in ("cu_seqlens", "cu_seqlens_cpu", "cp_context", "initial_state")
-    )
+    cu, cu_cpu, h0 = (a[name] for name in ("cu_seqlens", "cu_seqlens_cpu", "initial_state"))
     max_num_seqs = a["max_num_seqs"]
-    if cp_context is not None:
-        cu = getattr(cp_context, "cu_seqlens", None)
-        if cu is None:
-            raise ContractError(
-                "cu_seqlens is required for CP: `cp_context.cu_seqlens` must be a tensor, got None"
-            )
-        return cu.numel() - 1
     if cu is None:
         if cu_cpu is not None:
             raise ContractError("`cu_seqlens_cpu` must come with `cu_seqlens`, got cu_seqlens=None")

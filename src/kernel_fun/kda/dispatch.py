@@ -29,14 +29,6 @@ def hopper(problem: Problem, device: Device) -> str | None:
     return None
 
 
-def hopper_grads(problem: Problem, device: Device) -> str | None:
-    """What the sm90 gradient kernel takes of that."""
-    reason = hopper(problem, device)
-    if reason is None and problem.dtypes[3] != problem.dtypes[0]:
-        reason = f"g is {problem.dtypes[3]}, the kernel reads it in the dtype of q, {problem.dtypes[0]}"
-    return reason
-
-
 MAX_TOKENS = 1 << 31
 """Token indices are 32-bit; element offsets are 64-bit."""
 
@@ -58,7 +50,7 @@ STAGES = (
     _stage("fwd_intra", hopper),
     _stage("fwd_state", hopper),
     _stage("bwd_state", hopper, lambda p: p.needs_grad),
-    _stage("bwd_grads", hopper_grads, lambda p: p.needs_grad),
+    _stage("bwd_grads", hopper, lambda p: p.needs_grad),
 )
 RECURRENT = (Stage("recurrent", (Impl("eager", "eager.recurrent:recurrent"),)),)
 
@@ -73,7 +65,7 @@ def plan(problem: Problem, device: Device, stages: tuple[Stage, ...] = STAGES) -
         Policy.read(config.KDA_DISABLE, config.KDA_BACKEND),
         gpu_refusal=_gpu_refusal(problem),
         fla_refusal=fla_refusal(problem, device, compat.CHUNK_KDA),
-        eager_refusal=_eager_refusal(problem),
+        eager_refusal=_captured_exchange(problem),
     )
 
 
@@ -93,8 +85,8 @@ def plan_recurrent(problem: Problem, device: Device) -> Plan:
 
 def _gpu_refusal(problem: Problem) -> str | None:
     """What no GPU backend of ours takes, whatever its kernels."""
-    if problem.context_parallel:
-        return "`cp_context` is served by fla alone"
+    if (reason := _captured_exchange(problem)) is not None:
+        return reason
     if problem.unknown:
         return f"keyword {problem.unknown[0]!r} is not ours"
     floor = config.integer(config.KDA_MIN_CTAS)
@@ -113,6 +105,10 @@ def fla_refusal(problem: Problem, device: Device, op: compat.FlaOp) -> str | Non
         return "fla computes no float64"
     if len(set(problem.dtypes[:3])) > 1 and op is compat.CHUNK_KDA:
         return "fla needs one dtype for q, k and v"
+    if problem.context_parallel and (problem.has_h0 or problem.wants_ht):
+        return "fla takes and returns no states with `cp_context`"
+    if problem.reduces:
+        return "fla reduces no gradients over a context-parallel group"
     if not problem.unknown:
         return None
     known = compat.keywords(op)
@@ -122,7 +118,7 @@ def fla_refusal(problem: Problem, device: Device, op: compat.FlaOp) -> str | Non
     return f"fla {op.name} takes no keyword {strange[0]!r}" if strange else None
 
 
-def _eager_refusal(problem: Problem) -> str | None:
-    if problem.context_parallel:
-        return "`cp_context` is served only by delegation to fla on CUDA, which this call cannot use"
+def _captured_exchange(problem: Problem) -> str | None:
+    if problem.context_parallel and problem.use_graph:
+        return "`use_graph` with `cp_context`: the host waits in every exchange, a graph cannot hold that"
     return None

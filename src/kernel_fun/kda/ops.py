@@ -13,18 +13,29 @@ import torch
 
 from kernel_fun._common import check, compat, support
 from kernel_fun._common import device as devices
-from kernel_fun._common.compiler import outside_compiler
+from kernel_fun._common.compiler import outside_compiler, traced_by
 from kernel_fun._common.plan import BackendUnavailable, announce
-from kernel_fun.kda import autograd, dispatch, fallback
+from kernel_fun.kda import autograd, context_parallel, dispatch, fallback, known
 from kernel_fun.kda.call import ContractError, ContractTypeError, bind
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable
+
     from torch import Tensor
+
+    from kernel_fun._common.plan import Plan
+    from kernel_fun.kda.call import Call
 
 __all__ = ["chunk_kda", "fused_recurrent_kda", "is_supported", "warmup"]
 
 
-@outside_compiler
+def _trace(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
+    from kernel_fun.kda import compiled
+
+    return compiled.trace(args, kwargs)
+
+
+@traced_by(_trace)
 def chunk_kda(
     q: Tensor,
     k: Tensor,
@@ -87,7 +98,13 @@ def chunk_kda(
         cu_seqlens: ``[N + 1]`` int32 or int64 boundaries of packed sequences; B must be 1. Sequences may be
             empty; rows past the last boundary give zero outputs and gradients.
         cu_seqlens_cpu: The same on the CPU; spares a wait for the device.
-        cp_context: Context parallel; served only by delegation to fla.
+        cp_context: The tensors are this rank's part of a packed batch that :func:`build_cp_context`, or that
+            of fla, cut over a process group; its boundaries replace ``cu_seqlens``. Every rank of the group
+            must make the call, in the forward and in the backward: one all-gather each (docs/scaling.md). An
+            exception of a rank before it reaches every rank. States have a row for each local sequence
+            (``context.sequences`` numbers them): an initial state is read on the rank where its sequence
+            begins, and a final state stands on the rank where it ends, 0 elsewhere. Gradients of A_log and
+            dt_bias are those of the local tokens, unless the context says ``reduce_gradients``.
         use_graph, max_num_seqs: Accepted; ``cu_seqlens`` must then have ``max_num_seqs + 1`` entries.
         **kwargs: ``A_log`` (HV elements), ``dt_bias`` (HV*K elements), ``chunk_size`` (32 or 64: the spacing
             of intermediate states; the result does not depend on it), ``transpose_state_layout``
@@ -104,20 +121,33 @@ def chunk_kda(
             and what was given.
         TypeError: a type or dtype outside it, or an unknown keyword.
         NotImplementedError: no backend can take the call; the message says why.
+        PeerFailure: (a RuntimeError) under ``cp_context``, another rank raised, or called something else.
 
     The recurrence and its chunked form are those of Kimi Linear (arXiv:2510.26692) as implemented by
     flash-linear-attention; docs/kda.md derives both.
     """
     arguments = locals()
-    _refuse_unknown(compat.CHUNK_KDA, q, tuple(kwargs))
-    call = bind(arguments)
-    plan = dispatch.plan(call.problem(), devices.of(q.device))
-    if plan.backend != "fla" and call.unknown:
-        raise _unknown_keyword("chunk_kda", call.unknown)
-    announce(plan, "chunk_kda")
+    signature = known.signature(arguments)
+    call, plan = known.recall(signature, arguments) or _planned(signature, arguments)
     if plan.backend == "fla":
         return fallback.chunk_kda(call.verbatim)
+    if call.split is not None:
+        return context_parallel.run(call, plan)
     return autograd.run(call, plan)
+
+
+def _planned(signature: Hashable | None, arguments: dict[str, Any]) -> tuple[Call, Plan]:
+    """Bind a call, plan it and say who serves it."""
+    q = arguments["q"]
+    with context_parallel.failing_together(arguments):
+        _refuse_unknown(compat.CHUNK_KDA, q, tuple(arguments["kwargs"]))
+        call = bind(arguments)
+        plan = dispatch.plan(call.problem(), devices.of(q.device))
+        if plan.backend != "fla" and call.unknown:
+            raise _unknown_keyword("chunk_kda", call.unknown)
+    announce(plan, "chunk_kda")
+    known.keep(signature, call, plan)
+    return call, plan
 
 
 def _refuse_unknown(op: compat.FlaOp, q: Any, given: tuple[str, ...]) -> None:

@@ -1,0 +1,80 @@
+"""Calls that were bound and planned before: what depends on no value is not worked out twice.
+
+Checks, problem and plan of a call follow from the types, shapes, dtypes and devices of its tensors, from its
+other arguments, the grad mode and the environment's switches. A call that repeats all of these takes the
+answer over.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+
+from kernel_fun._common import config
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable
+
+Answer = TypeVar("Answer")
+
+LIMIT = 512
+"""Signatures an operation keeps; beyond it all are forgotten, so that ever new sizes keep no memory."""
+
+_PLAIN = (bool, int, float, str, type(None))
+_all: list[Known[Any]] = []
+
+
+class Known(Generic[Answer]):
+    """The answers of one operation by signature. They hold no tensor."""
+
+    def __init__(self, policy: tuple[config.Switch, ...]) -> None:
+        """``policy``: the switches its plans depend on."""
+        self._policy = policy
+        self._answers: dict[Hashable, Answer] = {}
+        _all.append(self)
+
+    def signature(self, tensors: Iterable[Any], others: Iterable[Any]) -> Hashable | None:
+        """All that a plan may depend on; None where an argument is not of a plain kind.
+
+        ``tensors``: the tensors, each or None, in a fixed order. ``others``: all other arguments, likewise.
+        """
+        key: list[Any] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
+        key += config.words(self._policy)
+        for t in tensors:
+            if t is None:
+                key.append(None)
+            elif isinstance(t, torch.Tensor):
+                key += (type(t), t.shape, t.dtype, t.device, t.requires_grad)
+            else:
+                return None
+        for value in others:
+            kind = type(value)
+            if kind not in _PLAIN:
+                return None
+            key += (kind, value)  # True is 1, and 1 a number
+        return tuple(key)
+
+    def recall(self, signature: Hashable | None) -> Answer | None:
+        """The answer of a signature seen before."""
+        return None if signature is None else self._answers.get(signature)
+
+    def keep(self, signature: Hashable | None, answer: Answer) -> None:
+        """Remember an answer."""
+        if signature is None:
+            return
+        if len(self._answers) >= LIMIT:
+            self._answers.clear()
+        self._answers[signature] = answer
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def forget(self) -> None:
+        self._answers.clear()
+
+
+def forget() -> None:
+    """Forget every signature of every operation."""
+    for known in _all:
+        known.forget()

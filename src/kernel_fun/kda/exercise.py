@@ -1,0 +1,80 @@
+"""A call of chunk_kda from nothing but its problem: to make kernels ready before the first training step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kernel_fun.kda.call import BT, Problem
+from kernel_fun.kda.ops import chunk_kda
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TOKENS = 2 * BT + 2
+"""Three chunks, the last partial. Kernels do not depend on B, T and N."""
+
+
+def small(problem: Problem) -> Problem:
+    """The problem with as few tokens and sequences as meet every kernel."""
+    if problem.N is None:
+        return replace(problem, B=min(max(problem.B, 1), 2), T=TOKENS)
+    return replace(problem, B=1, T=TOKENS, N=2)
+
+
+def arguments(problem: Problem, device: torch.device) -> dict[str, Any]:
+    """Arguments of chunk_kda that make this problem, with random values."""
+    generator = torch.Generator(device=device).manual_seed(0)
+
+    def draw(*shape: int, dtype: str = "float32") -> Tensor:
+        values = torch.randn(shape, generator=generator, device=device).to(getattr(torch, dtype))
+        return values.requires_grad_(problem.needs_grad)
+
+    p = problem
+    shapes = ((p.H, p.K), (p.H, p.K), (p.HV, p.V), (p.HV, p.K), (p.HV,))
+    names = ("q", "k", "v", "g", "beta")
+    made: dict[str, Any] = {n: draw(p.B, p.T, *s, dtype=d) for n, s, d in zip(names, shapes, p.dtypes)}
+    if p.gate == "log":
+        made["g"] = torch.nn.functional.logsigmoid(made["g"].detach().float()).to(made["g"].dtype)
+        made["g"].requires_grad_(p.needs_grad)
+    else:
+        made |= {"use_gate_in_kernel": True, "A_log": draw(p.HV), "dt_bias": draw(p.HV * p.K)}
+        made["lower_bound"] = -5.0 if p.gate == "bounded" else None
+    if not p.l2norm:
+        made["k"] = torch.nn.functional.normalize(made["k"].detach(), dim=-1).requires_grad_(p.needs_grad)
+    if p.N is not None:
+        made["cu_seqlens"] = torch.linspace(0, p.T, p.N + 1, device=device).long()
+    if p.has_h0:
+        state = (p.V, p.K) if p.state_v_first else (p.K, p.V)
+        wide = "float64" if "float64" in p.dtypes else "float32"
+        made["initial_state"] = draw(p.B if p.N is None else p.N, p.HV, *state, dtype=wide)
+    return {
+        **made,
+        "output_final_state": p.wants_ht,
+        "use_qk_l2norm_in_kernel": p.l2norm,
+        "use_beta_sigmoid_in_kernel": p.beta_mode != "raw",
+        "allow_neg_eigval": p.beta_mode == "sigmoid2",
+        "state_v_first": p.state_v_first,
+        "disable_recompute": p.keep,
+        "chunk_size": p.chunk_size,
+    }
+
+
+def run(problem: Problem, device: torch.device) -> Tensor:
+    """The call, forward and where a gradient is needed backward, packed with boundaries of either dtype.
+    Returns o."""
+    made = arguments(small(problem), device)
+    o = _run(made, problem.needs_grad)
+    if problem.N is not None:
+        o = _run({**made, "cu_seqlens": made["cu_seqlens"].int()}, problem.needs_grad)
+    return o
+
+
+def _run(made: dict[str, Any], grad: bool) -> Tensor:
+    with torch.inference_mode(False), torch.set_grad_enabled(grad):
+        o, ht = chunk_kda(**made)
+        if grad:
+            (o.float().sum() + (0.0 if ht is None else ht.sum())).backward()
+    return o.detach()

@@ -1,0 +1,62 @@
+"""chunk_kda calls that were bound and planned before; see :mod:`kernel_fun._common.known`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kernel_fun._common import config
+from kernel_fun._common.known import Known
+from kernel_fun.kda.call import TENSORS
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from kernel_fun._common.plan import Plan
+    from kernel_fun.kda.call import Call
+
+KNOWN: Known[tuple[Call, Plan]] = Known(config.KDA_POLICY)
+
+_PARAMETERS = frozenset({"A_log", "dt_bias"})
+
+
+def signature(a: dict[str, Any]) -> Hashable | None:
+    """The signature of a call's arguments, or None if it is to be bound anew: where boundaries lie on the
+    host and are read, under context parallel, and with keywords beyond A_log and dt_bias."""
+    kwargs, cu = a["kwargs"], a["cu_seqlens"]
+    if a["cp_context"] is not None or a["cu_seqlens_cpu"] is not None or not kwargs.keys() <= _PARAMETERS:
+        return None
+    if cu is not None and getattr(cu, "is_cpu", True):
+        return None
+    return KNOWN.signature(
+        (
+            a["q"], a["k"], a["v"], a["g"], a["beta"], kwargs.get("A_log"), kwargs.get("dt_bias"),
+            a["initial_state"], cu,
+        ),
+        (
+            a["scale"], a["output_final_state"], a["use_qk_l2norm_in_kernel"], a["use_gate_in_kernel"],
+            a["use_beta_sigmoid_in_kernel"], a["allow_neg_eigval"], a["safe_gate"], a["lower_bound"],
+            a["disable_recompute"], a["return_intermediate_states"], a["state_v_first"], a["use_graph"],
+            a["max_num_seqs"],
+        ),
+    )  # fmt: skip
+
+
+def recall(signature: Hashable | None, a: dict[str, Any]) -> tuple[Call, Plan] | None:
+    """The bound call and the plan of a signature seen before, with the tensors of this call."""
+    found = KNOWN.recall(signature)
+    if found is None:
+        return None
+    call, plan = found
+    kwargs = a["kwargs"] if call.gate != "log" else {}
+    return call.like(
+        q=a["q"], k=a["k"], v=a["v"], g=a["g"], beta=a["beta"], initial_state=a["initial_state"],
+        A_log=kwargs.get("A_log"), dt_bias=kwargs.get("dt_bias"), cu_seqlens=a["cu_seqlens"], memo={},
+    ), plan  # fmt: skip
+
+
+def keep(signature: Hashable | None, call: Call, plan: Plan) -> None:
+    """Remember a signature, if the plan is our own."""
+    if plan.backend != "fla" and not call.unknown:
+        KNOWN.keep(
+            signature, (call.like(**dict.fromkeys(TENSORS), cu_seqlens=None, verbatim={}, memo={}), plan)
+        )
