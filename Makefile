@@ -4,7 +4,7 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-PEERS := transformers==5.24.0 fla-core==0.6.0 triton==3.6.0
+PEERS := transformers==5.24.0 fla-core==0.6.0 flash-linear-attention==0.6.0 triton==3.6.0
 JOBS ?= 2
 
 .PHONY: demo test lint types contracts unit kernels wheel format clean help

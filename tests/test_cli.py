@@ -6,6 +6,7 @@ import io
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from kernel_fun.kda import dispatch
 from kernel_fun.kda.call import Problem
 
 Capture = pytest.CaptureFixture[str]
+ROOT = Path(__file__).parent.parent
 
 
 def as_json(capsys: Capture, *arguments: str, status: int = 0) -> Any:
@@ -215,6 +217,54 @@ class TestWarmup:
     def test_nothing_warmed_is_a_failure(self, capsys: Capture) -> None:
         assert "nothing warmed" in as_json(capsys, "warmup", status=1)["error"]
         assert "nothing warmed" in as_text(capsys, "warmup", status=1)
+
+
+class TestVerify:
+    """The ledger is written when every GPU test passed, and only then."""
+
+    def test_it_needs_the_gpu_and_the_tests(self, tmp_path: Path, capsys: Capture) -> None:
+        assert cli.main(["verify", "--checkout", str(tmp_path)]) == cli.MISUSED
+        assert "`--checkout`" in capsys.readouterr().err
+        if not torch.cuda.is_available():
+            assert cli.main(["verify", "--checkout", str(ROOT)]) == cli.MISUSED
+            assert "nothing was verified" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("counts", [(9, 0, 0), (8, 1, 0), (8, 0, 1), (0, 0, 0)], ids=str)
+    def test_all_or_nothing(
+        self, counts: tuple[int, int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from kernel_fun._cli import verify
+        from kernel_fun._common import cache, device
+
+        out = tmp_path / "ledger.py"
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+        monkeypatch.setattr(device, "of", lambda d: device.named("sm90"))
+        found = dict(zip(("passed", "failed", "skipped"), counts, strict=True))
+        monkeypatch.setattr(verify, "_pytest", lambda tests, more: found)
+        status = cli.main(["verify", "--checkout", str(ROOT), "--out", str(out)])
+        if counts != (9, 0, 0):
+            assert status == cli.FAILED
+            assert not out.exists()
+            return
+        assert status == 0
+        namespace: dict[str, Any] = {}
+        exec(out.read_text(encoding="utf-8"), namespace)
+        entry = namespace["VERIFIED"]["bwd_grads"]
+        assert entry.gpu == "a GPU"
+        assert entry.sources == cache.sources("kernel_fun.kda._kernels.sm90.bwd_grads")
+
+    def test_results_are_those_of_pytest(self, tmp_path: Path) -> None:
+        from kernel_fun._cli import verify
+
+        (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = sm90\n")
+        (tmp_path / "test_it.py").write_text(
+            "import pytest\npytestmark = pytest.mark.sm90\n"
+            "def test_a(): pass\ndef test_b(): assert 0\ndef test_c(): pytest.skip()\n"
+            "@pytest.fixture\ndef broken(): raise OSError\ndef test_d(broken): pass\n"
+        )
+        found = verify._pytest([str(tmp_path)], ["-p", "no:cacheprovider"])
+        assert found == {"passed": 1, "failed": 2, "skipped": 1}
 
 
 class TestScreen:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import signal
@@ -16,8 +17,9 @@ import torch.nn.functional as F
 
 from kernel_fun import cli
 from kernel_fun._cli import demo as demo_command
+from kernel_fun.cconv import causal_conv1d
+from kernel_fun.demo import compare, recipe, sample, session, text, train
 from kernel_fun.demo import model as demo_model
-from kernel_fun.demo import recipe, sample, session, text, train
 from kernel_fun.demo.model import ByteModel, ModelConfig
 from kernel_fun.kda import dispatch
 
@@ -216,17 +218,36 @@ def test_bf16_trains_and_agrees(options: session.Options) -> None:
     assert result.held_out_loss < result.initial_loss
 
 
-def test_causal_convolution_is_torch_s_and_resumes() -> None:
+@pytest.mark.parametrize("convolution", ["kernel-fun", "torch"])
+def test_causal_convolution_is_torch_s_and_resumes(convolution: str) -> None:
     x, weight = torch.randn(2, 20, 6, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
-    y, end = demo_model.causal_conv1d(x, weight, None)
+    op = {
+        "torch": demo_model.shifted_products,
+        "kernel-fun": lambda x, w, h0: causal_conv1d(x, w, None, None, h0, True, "silu"),
+    }[convolution]
+    y, end = op(x, weight, None)
     expected = F.silu(F.conv1d(F.pad(x.mT, (3, 0)), weight[:, None], groups=6)).mT
     assert (y - expected).abs().max() < 1e-14
     assert torch.equal(end, x[:, -4:].mT)
     for cut in (1, 2, 9):
-        first, state = demo_model.causal_conv1d(x[:, :cut], weight, None)
-        second, last = demo_model.causal_conv1d(x[:, cut:], weight, state)
+        first, state = op(x[:, :cut], weight, None)
+        second, last = op(x[:, cut:], weight, state)
         assert (torch.cat([first, second], 1) - y).abs().max() < 1e-14
         assert torch.equal(last, end)
+
+
+def test_both_convolutions_train_the_same_model(options: session.Options) -> None:
+    """Step times with and without the kernel are of the same training."""
+    (_, ours), (_, torchs) = (
+        run(replace(options, steps=8, convolution=c)) for c in ("kernel-fun", "torch")
+    )  # fmt: skip
+    assert ours.held_out_loss == pytest.approx(torchs.held_out_loss, abs=1e-3)
+    assert ours.convolution == "kernel-fun"
+    assert torchs.convolution == "torch"
+    for result in (ours, torchs):
+        assert result.step_ms is not None
+        assert 0 < result.step_ms < 1e3 * result.seconds
+    assert "convolution by torch" in (options.out / "summary.txt").read_text(encoding="utf-8")
 
 
 def test_without_matplotlib_the_rest_is_there(
@@ -339,3 +360,30 @@ class TestCommand:
     ) -> None:
         assert cli.main(["demo", "--text", str(words), "--steps", steps]) == 2
         assert f"`--steps` must be at least 1, got {steps}" in capsys.readouterr().err
+
+
+def test_two_backends_are_compared_from_the_same_seeds(
+    options: session.Options, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The names alone differ here, so the losses are equal; a shifted loss is told from noise."""
+    monkeypatch.setattr(
+        compare.config.KDA_BACKEND.__class__, "set", lambda self, value: contextlib.nullcontext()
+    )
+    found = compare.compare(options, ("eager", "fla"))
+    assert found.backends == ["eager", "fla"]
+    assert found.final("eager") == found.final("fla")
+    assert found.between_backends == 0 < found.between_seeds
+    assert found.agrees
+    names = {path.name for path in compare.write(found, tmp_path)}
+    assert names == {"compare.json", "compare.png"}
+    data = json.loads((tmp_path / "compare.json").read_text(encoding="utf-8"))
+    assert data["agrees"]
+    assert len(data["runs"]) == 4
+    step, loss = found.runs[1].held_out[-1]
+    worse = replace(found.runs[1], held_out=[(step, loss + 2 * found.between_seeds)])
+    assert not replace(found, runs=[found.runs[0], worse, *found.runs[2:]]).agrees
+
+
+def test_a_backend_is_not_compared_with_itself(options: session.Options) -> None:
+    with pytest.raises(ValueError, match="`--compare`"):
+        compare.compare(options, ("eager", "eager"))

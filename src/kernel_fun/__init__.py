@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "versions"]
+__all__ = ["__version__", "versions", "warmup"]
 
 
 def versions() -> dict[str, str | None]:
@@ -18,3 +20,10 @@ def versions() -> dict[str, str | None]:
     from kernel_fun._common.support import installed_versions
 
     return installed_versions()
+
+
+def warmup(target: Any, **settings: Any) -> Any:
+    """:func:`kernel_fun.warming.warmup`: make every kernel of a model, or of a list of problems, ready."""
+    import importlib
+
+    return importlib.import_module("kernel_fun.warming").warmup(target, **settings)

@@ -1,4 +1,5 @@
-"""The `kernel-fun` command: info, explain, check, bench, demo, warmup.
+"""The `kernel-fun` command: info, explain, check, bench, demo, warmup, compile, verify,
+drift.
 
 Every command takes `--json`: then standard output holds one JSON object and nothing else.
 """
@@ -15,7 +16,7 @@ from typing import Any
 import kernel_fun
 from kernel_fun._cli.screen import Screen
 
-COMMANDS = ("info", "explain", "check", "bench", "demo", "warmup", "drift")
+COMMANDS = ("info", "explain", "check", "bench", "demo", "warmup", "compile", "verify", "drift")
 
 #: Exit statuses: what was asked for was measured and is wrong; the request itself is wrong.
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130

@@ -11,6 +11,7 @@ from kernel_fun._common.device import named
 from kernel_fun._common.ledger import Verified
 from kernel_fun._common.plan import Impl, Policy, Stage, resolve
 from kernel_fun.kda import _provenance, dispatch
+from kernel_fun.kda._kernels.sm90 import KERNELS
 
 MODULE = "kernel_fun._common.cache"
 
@@ -27,8 +28,8 @@ def test_drift():
 
 def test_kernels_are_those_of_the_table():
     ours = {i.target: s.name for s in dispatch.STAGES for i in s.impls if i.backend == "sm90"}
-    assert list(ours.values()) == list(_provenance.KERNELS)
-    assert set(_provenance.VERIFIED) <= set(_provenance.KERNELS)
+    assert list(ours.values()) == list(KERNELS)
+    assert set(_provenance.VERIFIED) <= set(KERNELS)
 
 
 @pytest.mark.parametrize("forced", [None, "sm90"])
@@ -51,3 +52,16 @@ def test_unverified_serves_only_where_forced(forced, monkeypatch):
     assert plan.backend == ("sm90" if forced else "eager")
     assert plan.reason == (None if forced else f"s: sm90: {reason}")
     assert replace(table[0].impls[0], unverified=None).refusal("problem", named("sm90")) is None
+
+
+def test_what_is_called_verified_is_what_passed():
+    """A changed kernel is verified again, or its entry goes: then it serves nobody unasked."""
+    changed = ledger.drift(_provenance.VERIFIED, {s: KERNELS[s] for s in _provenance.VERIFIED})
+    assert not changed, f"run `kernel-fun verify` on a GPU, or remove the entries of {changed}"
+
+
+@pytest.mark.parametrize("entries", [{}, {"s": entry(), "t": entry()}], ids=["none", "two"])
+def test_the_text_of_a_ledger_is_its_entries(entries):
+    namespace: dict[str, object] = {}
+    exec(ledger.text("KDA", entries), namespace)
+    assert namespace["VERIFIED"] == entries

@@ -14,7 +14,7 @@ from kernel_fun._common import config
 from kernel_fun._common.plan import BACKENDS
 
 if TYPE_CHECKING:
-    from kernel_fun.demo.session import Result
+    from kernel_fun.demo.session import Options, Result
     from kernel_fun.demo.train import History
 
 HELP = "train a small KDA language model on real text, then generate from it"
@@ -29,6 +29,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, default=Path("kernel-fun-demo"), metavar="DIR",
         help="where losses, plot, sample and checkpoint go (default: kernel-fun-demo)")  # fmt: skip
     add("--backend", choices=BACKENDS, help="the backend that must serve chunk_kda")
+    add("--convolution", choices=("kernel-fun", "torch"), default="kernel-fun",
+        help="what computes the short convolution; torch: shifted products, to compare step times with "
+        "(default: kernel-fun)")  # fmt: skip
+    add("--compare", choices=BACKENDS, metavar="BACKEND",
+        help="train with this backend as well, two seeds each: losses, step times and memory "
+        "side by side")  # fmt: skip
     add("--device", help="torch device (default: cuda if there is one, else cpu)")
 
 
@@ -36,8 +42,11 @@ def run(args: argparse.Namespace, screen: Screen) -> tuple[int, dict[str, Any]]:
     from kernel_fun.demo import session, train
 
     options = session.Options(
-        out=args.out, text=args.text, steps=args.steps, seed=args.seed, device=args.device
-    )
+        out=args.out, text=args.text, steps=args.steps, seed=args.seed, device=args.device,
+        convolution=args.convolution,
+    )  # fmt: skip
+    if args.compare:
+        return _compare(options, args.backend, args.compare, screen)
     demanded = config.KDA_BACKEND.set(args.backend) if args.backend else contextlib.nullcontext()
     with demanded:
         setting = session.prepare(options)
@@ -60,6 +69,39 @@ def run(args: argparse.Namespace, screen: Screen) -> tuple[int, dict[str, Any]]:
     if not result.agreement.agrees:
         return 1, asdict(result)
     return 130 if result.interrupted else 0, asdict(result)
+
+
+def _compare(options: Options, backend: str | None, other: str, screen: Screen) -> tuple[int, dict[str, Any]]:
+    from kernel_fun.demo import compare, session
+
+    ours = backend or session.prepare(options).plan.backend
+    steps = 2 * compare.SEEDS * session.prepare(options).recipe.steps
+    done = 0
+
+    def on_step(label: str, history: History) -> None:
+        nonlocal done
+        done += 1
+        advance(done, f"{label}: {_status(history)}")
+
+    with screen.progress("training", steps) as advance:
+        found = compare.compare(options, (ours, other), on_step=on_step)
+    rows = [
+        (
+            run.backend,
+            str(run.seed),
+            f"{run.final_loss:.4f}",
+            f"{run.step_ms:.1f}",
+            f"{run.tokens_per_s:,.0f}",
+            "-" if run.peak_bytes is None else f"{run.peak_bytes / 2**30:.2f} GiB",
+        )
+        for run in found.runs
+    ]
+    columns = ("backend", "seed", "held out", "ms/step", "bytes/s", "peak memory")
+    screen.table(found.model, columns, rows, numbers=5)
+    screen.line(str(found), "green" if found.agrees else "bold red")
+    written = [str(path) for path in compare.write(found, options.out)]
+    screen.line("wrote " + " ".join(written))
+    return 0 if found.agrees else 1, {**asdict(found), "agrees": found.agrees, "files": written}
 
 
 def _printable(text: str) -> str:

@@ -17,8 +17,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, screen: Screen) -> tuple[int, dict[str, Any]]:
     from kernel_fun.kda import _provenance
+    from kernel_fun.kda._kernels.sm90 import KERNELS
 
-    found = ledger.drift(_provenance.VERIFIED, _provenance.KERNELS)
+    found = ledger.drift(_provenance.VERIFIED, KERNELS)
     for stage, modules in found.items():
         state = "changed" if stage in _provenance.VERIFIED else "never verified"
         screen.line(f"kda sm90 {stage}: {state}: {', '.join(modules)}")

@@ -18,8 +18,15 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--arch", choices=device.ARCHS, help="plan for this architecture (default: this machine)"
+    )
+    problem_arguments(parser)
+
+
+def problem_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that describe a chunk_kda call."""
     add = parser.add_argument
-    add("--arch", choices=device.ARCHS, help="plan for this architecture (default: this machine)")
     add("--B", type=_size, default=1, metavar="N", help="batch (default: 1)")
     add("--T", type=_size, default=8192, metavar="N", help="tokens (default: 8192)")
     add("--H", type=_size, default=16, metavar="N", help="query/key heads (default: 16)")
@@ -48,6 +55,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         ("final-state", False, "a state goes out"),
         ("v-first", False, "states are [V, K]"),
         ("keep", False, "disable_recompute: keep the states for the backward"),
+        ("context-parallel", False, "a cp_context: the batch lies on several ranks"),
     ):  # fmt: skip
         add(f"--{flag}", action=argparse.BooleanOptionalAction, default=default, help=what)
 
@@ -88,6 +96,7 @@ def problem(args: argparse.Namespace) -> Problem:
         needs_grad=args.grad,
         keep=args.keep,
         chunk_size=args.chunk_size,
+        context_parallel=args.context_parallel,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from typing import Any
 
 from kernel_fun._cli.screen import Screen
@@ -24,6 +25,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, screen: Screen) -> tuple[int, dict[str, Any]]:
     import torch
 
+    from kernel_fun._cute import objects
     from kernel_fun.kda import warmup
 
     try:
@@ -40,5 +42,8 @@ def run(args: argparse.Namespace, screen: Screen) -> tuple[int, dict[str, Any]]:
         screen.line(str(error), "red")
         return 1, {"error": str(error)}
     what = f"K={args.K} V={args.V} HV={args.HV} {args.dtype} on {args.device}"
+    kernels = objects.ready()
+    for kernel in kernels:
+        screen.line(f"{kernel.seconds:8.2f} s  {kernel.how:14}  {kernel.name} {kernel.config}")
     screen.line(f"warm: chunk_kda {what}, {seconds:.1f} s")
-    return 0, {"seconds": seconds, "problem": what}
+    return 0, {"seconds": seconds, "problem": what, "kernels": [asdict(k) for k in kernels]}

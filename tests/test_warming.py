@@ -1,0 +1,305 @@
+"""Kernels made ready before they are needed: here, and ahead of time for a GPU that is not here."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kernel_fun
+from kernel_fun import cli, warming
+from kernel_fun._common import config, device, support
+from kernel_fun._common.plan import BackendUnavailable
+from kernel_fun.cconv.call import Problem as Convolution
+from kernel_fun.demo.model import ByteModel, ModelConfig
+from kernel_fun.kda import exercise
+from kernel_fun.kda.call import Problem
+
+TRAINING = Problem(
+    4,
+    4096,
+    2,
+    4,
+    16,
+    8,
+    dtypes=("float32",) * 5,
+    gate="softplus",
+    beta_mode="sigmoid",
+    l2norm=True,
+    needs_grad=True,
+)
+PROBLEMS = [
+    TRAINING,
+    replace(
+        TRAINING,
+        gate="bounded",
+        beta_mode="sigmoid2",
+        B=1,
+        N=7,
+        has_h0=True,
+        wants_ht=True,
+        state_v_first=True,
+    ),
+    replace(TRAINING, gate="log", beta_mode="raw", l2norm=False, keep=True, dtypes=("bfloat16",) * 5),
+    replace(TRAINING, needs_grad=False, wants_ht=True, dtypes=("float64",) * 5, has_h0=True),
+]
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=["training", "packed", "log decay", "inference"])
+def test_an_exercise_is_the_problem(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs has the facts that were asked for, up to sizes that no kernel depends on."""
+    from kernel_fun.kda import dispatch
+
+    asked: list[Problem] = []
+    plan = dispatch.plan
+    monkeypatch.setattr(dispatch, "plan", lambda p, *rest: asked.append(p) or plan(p, *rest))
+    assert exercise.run(problem, torch.device("cpu")).isfinite().all()
+    assert {p.kind for p in asked} == {problem.kind}
+    assert max(p.T for p in asked) < 200
+
+
+def test_a_list_of_problems() -> None:
+    convolution = Convolution(1, 1, 12, 4, dtypes=("float32", "float32"), activation="silu", needs_grad=True)
+    report = kernel_fun.warmup([*PROBLEMS[:2], replace(TRAINING, T=9), convolution], device="cpu")
+    assert [entry.how for entry in report] == ["eager"] * 3  # one of each kind
+    assert [entry.what.split()[0] for entry in report] == ["chunk_kda", "chunk_kda", "causal_conv1d"]
+    assert all(entry.seconds > 0 for entry in report)
+    assert "eager" in str(report[0])
+
+
+def test_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call the model then makes, in training and generation, was warmed."""
+    from kernel_fun.kda import dispatch
+
+    model = ByteModel(ModelConfig(layers=2, width=16, H=1, HV=2, K=8, V=8, mlp_width=16))
+    report = kernel_fun.warmup(model, device="cpu")
+    assert {entry.what.split()[0] for entry in report} == {"chunk_kda", "causal_conv1d"}
+    warmed = {p.kind for p in warming.problems_of(model) if isinstance(p, Problem)}
+    asked: list[Problem] = []
+    plan = dispatch.plan
+    monkeypatch.setattr(dispatch, "plan", lambda p, *rest: asked.append(p) or plan(p, *rest))
+    model(torch.randint(256, (2, 70)))[0].sum().backward()
+    with torch.no_grad():
+        _, states = model(torch.randint(256, (2, 70)), keep_states=True)
+        model(torch.randint(256, (2, 3)), states, keep_states=True)
+    assert {p.kind for p in asked} == warmed
+
+
+def test_models_of_transformers_and_fla() -> None:
+    kimi = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
+    from transformers.models.kimi_linear.configuration_kimi_linear import KimiLinearConfig
+
+    layer = kimi.KimiLinearDeltaAttention(
+        KimiLinearConfig(
+            hidden_size=32, linear_head_dim=16, linear_num_heads=2, layer_types=["linear_attention"] * 27
+        ),
+        0,
+    ).bfloat16()
+    found = warming.problems_of(layer)
+    kda = [p for p in found if isinstance(p, Problem)]
+    assert {(p.H, p.K, p.V, p.gate, p.dtypes[0], p.state_v_first) for p in kda} == {
+        (2, 16, 16, "softplus", "bfloat16", False)
+    }
+    assert {(p.needs_grad, p.N is not None, p.has_h0) for p in kda} == {
+        (True, False, False), (True, True, False), (False, False, False), (False, True, False), (False, False, True),
+    }  # fmt: skip
+    assert {(p.D, p.W) for p in found if isinstance(p, Convolution)} == {(96, 4)}
+
+
+def test_nothing_to_warm_is_said() -> None:
+    with pytest.raises(ValueError, match=r"must have KDA layers .* got Linear without any"):
+        kernel_fun.warmup(torch.nn.Linear(2, 2), device="cpu")
+    with pytest.raises(ValueError, match="at least one problem, got none"):
+        kernel_fun.warmup([], device="cpu")
+    with pytest.raises(TypeError, match="must be a model or problems, got str"):
+        kernel_fun.warmup("model", device="cpu")
+    with pytest.raises(TypeError, match="must hold problems, got int"):
+        kernel_fun.warmup([1], device="cpu")
+    assert len(kernel_fun.warmup(TRAINING, device="cpu")) == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is present")
+def test_an_absent_device_is_said() -> None:
+    with pytest.raises(
+        RuntimeError, match="nothing warmed, cuda was asked for and torch sees no CUDA device"
+    ):
+        kernel_fun.warmup([TRAINING])
+
+
+def test_a_kernel_that_stays_cold_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is made ready again by the same problem."""
+    from kernel_fun._cute import objects
+
+    run = exercise.run
+
+    def forgetful(problem: Problem, where: torch.device) -> torch.Tensor:
+        objects.note("kernel_fun.kda.forgetful", problem.T, "compiled", 1.5)
+        return run(problem, where)
+
+    monkeypatch.setattr(exercise, "run", forgetful)
+    with pytest.raises(RuntimeError, match="forgetful 4096 stayed cold"):
+        kernel_fun.warmup([TRAINING], device="cpu")
+
+
+def test_a_value_that_is_not_finite_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exercise, "run", lambda problem, where: torch.tensor([1.0, torch.nan]))
+    with pytest.raises(RuntimeError, match="chunk_kda gave a value that is not finite"):
+        kernel_fun.warmup([TRAINING], device="cpu")
+
+
+class TestBuild:
+    @pytest.fixture(autouse=True)
+    def needs_cutlass(self) -> None:
+        pytest.importorskip("cutlass")
+
+    @pytest.fixture
+    def rehearsed(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
+        """What would be built, without building it."""
+        from kernel_fun._cute import objects
+        from kernel_fun._cute.compile import Jit
+
+        seen: list[tuple[Any, Any]] = []
+        monkeypatch.setattr(Jit, "object", lambda self, kernel_config: seen.append((self, kernel_config)))
+        monkeypatch.setattr(objects, "write", lambda out, kernels, arch: {})
+        return seen
+
+    GPU = Problem(1, 8192, 4, 4, 128, 128, gate="softplus", beta_mode="sigmoid", l2norm=True, needs_grad=True)
+
+    def kernels(self, seen: list[tuple[Any, Any]]) -> list[str]:
+        return [jit.module.rpartition(".")[2] for jit, _ in seen]
+
+    def test_every_kernel_of_a_training_step(self, rehearsed: list[tuple[Any, Any]], tmp_path: Path) -> None:
+        report = warming.build([self.GPU], "sm_90a", tmp_path)
+        assert self.kernels(rehearsed) == ["fwd_intra", "fwd_state", "fwd_state", "bwd_state", "bwd_grads"]
+        assert [entry.how for entry in report] == ["compiled"] * 5
+        assert device.of(torch.device("cpu")).arch == "cpu"
+        assert config.KDA_BACKEND.read() == "auto"
+
+    def test_grouped_heads_and_packings_need_more(
+        self, rehearsed: list[tuple[Any, Any]], tmp_path: Path
+    ) -> None:
+        warming.build([replace(self.GPU, HV=8, N=3, B=1)], "sm_90a", tmp_path)
+        assert "bwd_grads_reduce" in self.kernels(rehearsed)
+        indices = {c.index for jit, c in rehearsed if hasattr(c, "index")}
+        assert indices == {"int32", "int64"}
+
+    @pytest.mark.parametrize("size", [{"B": 2, "T": 64}, {"B": 1, "T": 700}], ids=str)
+    def test_sizes_decide_nothing(self, size: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+        """What a small exercise asks for is what any B and T ask for."""
+        from kernel_fun._cute import objects
+
+        def asked() -> set[tuple[str, str]]:
+            seen: dict[tuple[str, str], Any] = {}
+            with config.KDA_BACKEND.set("sm90"), device.pretend("sm90"), objects.rehearsal(seen):
+                exercise.run(self.GPU, torch.device("cpu"))
+            return set(seen)
+
+        small = asked()
+        monkeypatch.setattr(exercise, "small", lambda problem: replace(problem, **size))
+        assert asked() == small
+
+    def test_what_no_kernel_serves_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(BackendUnavailable, match="K = 100, kernels are built for 64 and 128"):
+            warming.build([replace(self.GPU, K=100)], "sm_90a", tmp_path)
+        with pytest.raises(ValueError, match=r"`arch` must be one of sm_90a, got 'sm_80'"):
+            warming.build([self.GPU], "sm_80", tmp_path)
+
+    def test_without_the_compiler(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(support, "missing", lambda need: f"{need} not installed")
+        with pytest.raises(RuntimeError, match="kernel-fun compile: cute not installed"):
+            warming.build([self.GPU], "sm_90a", tmp_path)
+
+    def test_the_command(
+        self, rehearsed: list[tuple[Any, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        arguments = ["compile", "--K", "64", "--H", "2", "--out", str(tmp_path), "--json"]
+        assert cli.main(arguments) == 0
+        data = json.loads(capsys.readouterr().out)
+        assert data["arch"] == "sm_90a"
+        assert len(data["kernels"]) == len(rehearsed) > 8
+        rehearsed.clear()
+        assert cli.main([*arguments[:-1], "--exactly"]) == 0
+        assert len(rehearsed) == 5
+        assert "to use them: KERNEL_FUN_KERNELS=" in capsys.readouterr().out
+        assert cli.main(["compile", "--arch", "sm_80", "--out", str(tmp_path)]) == 2
+
+
+def test_the_warmup_command_reports_kernels(capsys: pytest.CaptureFixture[str], caplog: Any) -> None:
+    with caplog.at_level(logging.INFO):
+        assert (
+            cli.main(
+                [
+                    "warmup",
+                    "--device",
+                    "cpu",
+                    "--K",
+                    "8",
+                    "--V",
+                    "8",
+                    "--HV",
+                    "1",
+                    "--dtype",
+                    "float32",
+                    "--json",
+                ]
+            )
+            == 0
+        )
+    assert "kernels" in json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestOnAGPU:
+    SHAPE = Problem(1, 1, 2, 2, 128, 128, gate="softplus", beta_mode="sigmoid", l2norm=True, needs_grad=True)
+
+    @pytest.fixture(autouse=True)
+    def ours(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from kernel_fun.kda import dispatch
+
+        monkeypatch.setenv("KERNEL_FUN_KDA_BACKEND", "sm90")
+        try:
+            dispatch.plan(self.SHAPE, device.of(torch.device("cuda")))
+        except BackendUnavailable as refusal:
+            pytest.skip(f"no kernel of ours: {refusal}")
+
+    def test_every_kernel_is_reported_once(self) -> None:
+        first = kernel_fun.warmup([self.SHAPE])
+        assert {"fwd_intra", "fwd_state", "bwd_state", "bwd_grads"} <= {
+            e.what.split()[0] for e in first if e.kernel
+        }
+        assert not [e for e in kernel_fun.warmup([self.SHAPE]) if e.kernel]
+
+    def test_a_fresh_process_starts_from_prebuilt_kernels(self, tmp_path: Path) -> None:
+        """Built here as on a machine without a GPU; first forward and backward of a process that has none else."""
+        import subprocess
+        import sys
+
+        warming.build(self.SHAPE, "sm_90a", tmp_path / "kernels")
+        code = (
+            "import sys, time, torch; sys.modules['cutlass'] = None\n"
+            "from kernel_fun.kda import exercise; from kernel_fun.kda.call import Problem\n"
+            f"torch.zeros(1, device='cuda'); begin = time.perf_counter()\n"
+            f"exercise.run({self.SHAPE!r}, torch.device('cuda')); torch.cuda.synchronize()\n"
+            "print(time.perf_counter() - begin)"
+        )
+        switches = {
+            config.KERNELS.name: str(tmp_path / "kernels"),
+            config.CACHE_DIR.name: str(tmp_path / "cache"),
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, **switches},
+        )
+        assert done.returncode == 0, done.stderr
+        assert float(done.stdout) < 3.0
+        assert not (tmp_path / "cache").exists()
