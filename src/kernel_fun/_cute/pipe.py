@@ -42,16 +42,13 @@ class Pipe:
     """A ring of ``stages`` slots.
 
     ``tx_bytes``: bytes TMA delivers into a slot; 0 for a writer that stores with ordinary instructions. ``readers``:
-    the roles that must free a slot before it is written again; none where another pipe already says so. ``ctas``: 2
-    where a slot stands for those of both CTAs of a cluster: it is full when the writers of both say so (a TMA writer
-    speaks for its own), free when the readers of both do.
+    the roles that must free a slot before it is written again; none where another pipe already says so.
     """
 
     stages: int
     writer: Role
     readers: tuple[Role, ...] = ()
     tx_bytes: int = 0
-    ctas: int = 1
 
     def __post_init__(self) -> None:
         if self.stages < 1:
@@ -64,11 +61,11 @@ class Pipe:
 
     @property
     def full_arrivals(self) -> int:
-        return 1 if self.tx_bytes else self.writer.warps * self.ctas
+        return 1 if self.tx_bytes else self.writer.warps
 
     @property
     def empty_arrivals(self) -> int:
-        return sum(role.warps for role in self.readers) * self.ctas
+        return sum(role.warps for role in self.readers)
 
     @property
     def barriers(self) -> int:
@@ -84,7 +81,7 @@ class Pipe:
     def bind(self, field: Any) -> Ring:
         """The ring over its storage. Every thread calls it; one initialises. :func:`start` must follow."""
         full = field.data_ptr()
-        ring = Ring(self, full, full + self.stages, to_peer(full.toint()) if self.ctas > 1 else None)
+        ring = Ring(self, full, full + self.stages)
         _initialise(ring)
         return ring
 
@@ -96,8 +93,6 @@ class Ring:
     pipe: Pipe
     full: Any
     empty: Any
-    peer: Any = None
-    """From an address in shared memory to the other CTA's."""
 
     def write_cursor(self) -> Any:
         """Where a writer begins: every slot is free."""
@@ -108,10 +103,10 @@ class Ring:
         return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.pipe.stages)
 
     def wait_empty(self, at: Any) -> None:
-        self._wait(self.empty + at.index, at.phase)
+        cute.arch.mbarrier_wait(self.empty + at.index, at.phase)
 
     def wait_full(self, at: Any) -> None:
-        self._wait(self.full + at.index, at.phase)
+        cute.arch.mbarrier_wait(self.full + at.index, at.phase)
 
     def expect(self, at: Any) -> Any:
         """Announce the slot's bytes; returns the barrier to give to the TMA copies."""
@@ -122,30 +117,16 @@ class Ring:
 
     def publish(self, at: Any) -> None:
         """A warp's ordinary stores into a slot are done and visible to ordinary loads, WGMMA and TMA alike."""
-        if self.peer is None:
-            cute.arch.fence_view_async_shared()
-        else:
-            fence_cluster()
+        cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
-        self._arrive(self.full + at.index)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.full + at.index)
 
     def free(self, at: Any) -> None:
         """A warp has read all it needs of a slot."""
         cute.arch.sync_warp()
-        self._arrive(self.empty + at.index)
-
-    def _wait(self, barrier: Any, phase: Any) -> None:
-        if self.peer is None:
-            cute.arch.mbarrier_wait(barrier, phase)
-        else:
-            wait_for_cluster(barrier.toint(), phase)
-
-    def _arrive(self, barrier: Any) -> None:
         with cute.arch.elect_one():
-            if self.peer is None:
-                cute.arch.mbarrier_arrive(barrier)
-            else:
-                arrive_in_cluster(barrier.toint(), self.peer)
+            cute.arch.mbarrier_arrive(self.empty + at.index)
 
 
 @cute.jit
@@ -159,61 +140,10 @@ def _initialise(ring: Any):
                     cute.arch.mbarrier_init(ring.empty + i, pipe.empty_arrivals)
 
 
-def start(ctas: int = 1) -> None:
-    """Make the initialised barriers visible, in a cluster to both CTAs; no role may run before it."""
+def start() -> None:
+    """Make the initialised barriers visible; no role may run before it."""
     cute.arch.mbarrier_init_fence()
-    if ctas > 1:
-        meet_cluster()
-    else:
-        cute.arch.sync_threads()
-
-
-def meet_cluster() -> None:
-    """Barrier of every thread of a cluster. No CTA may leave while another still writes to its shared memory."""
-    cute.arch.cluster_arrive()
-    cute.arch.cluster_wait()
-
-
-def to_peer(address: Int32) -> Int32:
-    """What to add to an address of this CTA's shared memory to reach the same place in the other CTA of the pair.
-
-    ``address``: any one of them; those of a cluster name their CTA in the upper bits.
-    """
-    rank = cute.arch.block_idx()[0] % 2
-    there = cute.arch.inline_ptx(
-        "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};",
-        write_only_types=[Int32],
-        read_only_args=[address, Int32(1 - rank)],
-    )
-    return there - address
-
-
-def store_to(address: Int32, word: Int32) -> None:
-    """A word to shared memory of the cluster."""
-    cute.arch.inline_ptx("st.shared::cluster.b32 [{$r0}], {$r1};", read_only_args=[address, word])
-
-
-def fence_cluster() -> None:
-    """This thread's stores to shared memory of the cluster come before what WGMMA and TMA read of it later."""
-    cute.arch.inline_ptx("fence.acq_rel.cluster; fence.proxy.async.shared::cluster;", read_only_args=[])
-
-
-def wait_for_cluster(barrier: Int32, phase: Int32) -> None:
-    """Wait for a phase of a barrier; what threads of both CTAs wrote before they arrived is visible afterwards."""
-    ptx = (
-        "{ .reg .pred done; again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [{$r0}], {$r1}; "
-        "@!done bra again; }"
-    )
-    cute.arch.inline_ptx(ptx, read_only_args=[barrier, phase])
-
-
-def arrive_in_cluster(barrier: Int32, peer: Int32) -> None:
-    """Arrive at a barrier and at the same one of the other CTA; :func:`fence_cluster` before it orders what was written."""
-    ptx = (
-        "{ .reg .u32 a; mbarrier.arrive.relaxed.cluster.shared::cta.b64 _, [{$r0}]; add.u32 a, {$r0}, {$r1}; "
-        "mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [a]; }"
-    )
-    cute.arch.inline_ptx(ptx, read_only_args=[barrier, peer])
+    cute.arch.sync_threads()
 
 
 def take_registers(role: Role, at_entry: int) -> None:

@@ -25,6 +25,7 @@ Modes in global memory: q, k, g, A, Aqk (T, D, heads, B); do, dv2 (V, T, heads, 
     row        TMA -> STATE               do, A, Aqk, total; freed once dv2, staged over do, has left
 """
 
+# sizes: one CTA, one walk over the chunks; its launcher names every tensor, as that of fwd_state does
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -167,7 +168,6 @@ class KdaBwdStateSm90:
         ).launch(
             grid=(NV * HV * N, 1, 1),
             block=(c.threads, 1, 1),
-            cluster=(c.ctas, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
         )
@@ -183,7 +183,7 @@ class KdaBwdStateSm90:
         scale, lower_bound = scalars
         st = SmemAllocator().allocate(self.Storage)
         rings = self.builder.raw.bind(st.raw), self.builder.built.bind(st.built), self.row.bind(st.row)
-        pipe.start(c.ctas)
+        pipe.start()
 
         x = cute.arch.block_idx()[0]
         vt, hv = x % NV, x // NV % HV
@@ -223,8 +223,6 @@ class KdaBwdStateSm90:
                 state(mDht) if const_expr(c.has_dht) else None, state(mDh0) if const_expr(c.want_dh0) else None,
                 half, chain.length, chain.NT,
             )  # fmt: skip
-        if const_expr(c.paired):
-            pipe.meet_cluster()
 
     @cute.jit
     def hold(

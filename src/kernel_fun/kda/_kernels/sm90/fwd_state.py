@@ -25,6 +25,7 @@ Modes in global memory: q, k, g, A, Aqk (T, D, heads, B); v, o, v_new (V, T, hea
     row        TMA -> STATE               v, A, Aqk, total; freed by STATE
 """
 
+# sizes: one CTA, one walk over the chunks; its launcher names every tensor, as that of bwd_state does
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -181,7 +182,6 @@ class KdaFwdStateSm90:
         ).launch(
             grid=(NV * HV * N, 1, 1),
             block=(c.threads, 1, 1),
-            cluster=(c.ctas, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
         )
@@ -197,7 +197,7 @@ class KdaFwdStateSm90:
         scale, lower_bound = scalars
         st = SmemAllocator().allocate(self.Storage)
         rings = self.builder.raw.bind(st.raw), self.builder.built.bind(st.built), self.row.bind(st.row)
-        pipe.start(c.ctas)
+        pipe.start()
 
         x = cute.arch.block_idx()[0]
         vt, hv = x % NV, x // NV % HV
@@ -247,8 +247,6 @@ class KdaFwdStateSm90:
                 state(mH0) if const_expr(c.has_h0) else None, state(mHt) if const_expr(c.want_ht) else None,
                 half, chain.length, chain.NT,
             )  # fmt: skip
-        if const_expr(c.paired):
-            pipe.meet_cluster()
 
     @cute.jit
     def hold(

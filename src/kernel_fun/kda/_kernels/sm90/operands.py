@@ -61,8 +61,6 @@ class ScanConfig:
     has_dt_bias: bool = True
     state_v_first: bool = False
     index: str = ""
-    paired: bool = False
-    """Two neighbouring V tiles are a cluster: each builds the operands of 64 channels for both."""
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -77,8 +75,6 @@ class ScanConfig:
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"`{name}` must be one of {allowed}, got {getattr(self, name)!r}")
-        if self.paired and (self.K != 128 or self.wide_g):
-            raise ValueError(f"`paired` must be False but with K = 128 and 16-bit g, got {self}")
         if self.smem_bytes > SMEM_BYTES:
             raise ValueError(f"{self} needs {self.smem_bytes} bytes of shared memory, more than {SMEM_BYTES}")
         if pipe.register_budget(self.threads, (self.build, self.state)) < 0:
@@ -98,19 +94,9 @@ class ScanConfig:
         return self.K // 64 * (2 if self.BV == 64 else 1)
 
     @property
-    def ctas(self) -> int:
-        """CTAs of a cluster."""
-        return 2 if self.paired else 1
-
-    @property
-    def channels(self) -> int:
-        """Channels a CTA makes operands of."""
-        return self.K // self.ctas
-
-    @property
     def span(self) -> int:
         """Tokens a BUILD warp turns into operands, for 64 channels."""
-        return BT * self.channels // 64 // (4 * self.builders)
+        return BT * self.K // 64 // (4 * self.builders)
 
     @property
     def batch(self) -> int:
@@ -148,7 +134,7 @@ class ScanConfig:
 
     @property
     def raw_bytes(self) -> int:
-        """q, k, g of a chunk in a slot."""
+        """q, k, g of a chunk."""
         return BT * self.K * (2 + 2 * self.reads_q + (4 if self.wide_g else 2))
 
     @property
@@ -184,19 +170,10 @@ class Chain:
         length = Int32(mCu[n + 1]) - start
         return cls(n, Int32(0), start, length, Int32(mFirst[n]), (length + BT - 1) // BT)
 
-    def load(
-        self, atom: cute.CopyAtom, mX: cute.Tensor, head: Any, tile: Tile, field: Any, column: Any = None
-    ) -> Any:
-        """(atom, shared, global) of a TMA copy of (tokens, dims) tiles of the chain.
-
-        ``column``: which of the tiles side by side, in memory one behind the other; None where there is one.
-        """
+    def load(self, atom: cute.CopyAtom, mX: cute.Tensor, head: Any, tile: Tile, field: Any) -> Any:
+        """(atom, shared, global) of a TMA copy of (tokens, dims) tiles of the chain."""
         gX = cute.domain_offset((self.start, 0), mX[None, None, head, self.b])
-        gX = cute.local_tile(gX, tile.shape, (None, 0 if column is None else column))
-        sX = tile.view(field)
-        if column is not None:
-            sX = cute.make_tensor(sX.iterator + column * (tile.rows * tile.cols), sX.layout)
-        return atom, *tma_parts(atom, gX, sX)
+        return atom, *tma_parts(atom, cute.local_tile(gX, tile.shape, (None, 0)), tile.view(field))
 
 
 class Builder:
@@ -209,13 +186,8 @@ class Builder:
         self.Q = Tile(self.io, BT, c.K, c.raw_stages)
         self.G = Tile(self.g, BT, c.K, c.raw_stages)
         self.E = Tile(self.io, BT, c.K, c.raw_stages, pitch_bytes=self.G.stage_bytes)
-        self.raw = Pipe(c.raw_stages, c.state, (c.state,), tx_bytes=c.raw_bytes // c.ctas, ctas=c.ctas)
-        self.built = Pipe(c.raw_stages, c.build, ctas=c.ctas)
-        # what TMA brings of them: all channels, or this CTA's
-        self.raw_Q, self.raw_G = self.Q, self.G
-        if c.paired:
-            self.raw_Q = Tile(self.io, BT, c.channels, c.raw_stages, pitch_bytes=self.Q.stage_bytes)
-            self.raw_G = Tile(self.g, BT, c.channels, c.raw_stages, pitch_bytes=self.G.stage_bytes)
+        self.raw = Pipe(c.raw_stages, c.state, (c.state,), tx_bytes=c.raw_bytes)
+        self.built = Pipe(c.raw_stages, c.build)
 
     def fields(self) -> dict[str, Any]:
         """Storage: the small arrays, then the tiles."""
@@ -229,19 +201,18 @@ class Builder:
 
     def atoms(self, mQ: Any, mK: cute.Tensor, mG: cute.Tensor) -> tuple[Any, ...]:
         """TMA atom and coordinates of k, g and, if it is read, q."""
-        tensors = ((self.raw_Q, mK), (self.raw_G, mG), *(((self.raw_Q, mQ),) if self.config.reads_q else ()))
+        tensors = ((self.Q, mK), (self.G, mG), *(((self.Q, mQ),) if self.config.reads_q else ()))
         return tuple(x for tile, m in tensors for x in tile.loader(tokens_first(m)))
 
     def loads(self, chain: Chain, atoms: Any, st: Any, hv: Any, G: Any) -> Any:
         """TMA copies of g, k and q; value head hv reads head hv / G of q and k."""
-        half = rank_in_pair() if self.config.paired else None
         found = (
-            chain.load(*atoms[2:4], hv, self.raw_G, st.g, half),
-            chain.load(*atoms[:2], hv // G, self.raw_Q, st.k, half),
+            chain.load(*atoms[2:4], hv, self.G, st.g),
+            chain.load(*atoms[:2], hv // G, self.Q, st.k),
         )
         if not self.config.reads_q:
             return found
-        return *found, chain.load(*atoms[4:], hv // G, self.raw_Q, st.q, half)
+        return *found, chain.load(*atoms[4:], hv // G, self.Q, st.q)
 
     def head(self, parameters: Any, hv: Any, lower_bound: Any) -> Any:
         """The gate of a head and its dt_bias."""
@@ -267,9 +238,8 @@ class Builder:
         c = self.config
         raw, built, row = rings
         gate, gBias = head
-        half = rank_in_pair() if const_expr(c.paired) else warpgroup * 4 // (BT // c.span)
+        half = warpgroup * 4 // (BT // c.span)
         part = pipe.index_of_warp() % (BT // c.span)
-        self.peer = raw.peer
         sBeta = st.beta.get_tensor(cute.make_layout((BT, c.raw_stages)))
         bias = cute.make_rmem_tensor(2, Float32)
         bias.fill(0.0)
@@ -403,8 +373,8 @@ class Builder:
             k, sk = self.words(wK, word, last), self.rstds(scales, batches + last, Float32(-1.0))
             for t in cutlass.range_constexpr(size):
                 if const_expr(c.reads_q):
-                    self.put(wQ, at(word, size * b + t), pack(xQ[2 * t], xQ[2 * t + 1], self.io))
-                self.put(wE, at(word_E, size * b + t), pack(xK[2 * t], xK[2 * t + 1], self.io))
+                    wQ[at(word, size * b + t)] = pack(xQ[2 * t], xQ[2 * t + 1], self.io)
+                wE[at(word_E, size * b + t)] = pack(xK[2 * t], xK[2 * t + 1], self.io)
         for b in cutlass.range_constexpr(batches - 1, -1, -1):
             xK = [None] * (2 * size)
             for t in cutlass.range_constexpr(size - 1, -1, -1):
@@ -415,14 +385,8 @@ class Builder:
             if const_expr(b > 0):
                 k, sk = self.words(wK, word, b - 1), self.rstds(scales, batches + b - 1, Float32(-1.0))
             for t in cutlass.range_constexpr(size):
-                self.put(wK, at(word, size * b + t), pack(xK[2 * t], xK[2 * t + 1], self.io))
+                wK[at(word, size * b + t)] = pack(xK[2 * t], xK[2 * t + 1], self.io)
         return ahead
-
-    def put(self, words: cute.Tensor, at: Any, word: Any) -> None:
-        """A word of an operand, to the same place of both CTAs of a pair."""
-        words[at] = word
-        if self.peer is not None:
-            pipe.store_to(words.iterator.toint() + 4 * at + self.peer, word)
 
     def row_scalars(self, scalars: Any, token: Any, length: Any) -> tuple[Any, Any]:
         """As they are in memory: a lane's q_rstd or, from lane ``span`` on, k_rstd of the chunk at ``token``, and beta.
@@ -448,7 +412,7 @@ class Builder:
         Of both halves where the operand lies under the other's fp32 gates. The numbers are known at compile time.
         """
         c = self.config
-        if const_expr(c.wide_g or c.channels == 64):
+        if const_expr(c.wide_g or c.K == 64):
             cute.arch.barrier(barrier_id=BARRIER, number_of_threads=c.build.threads)
         elif half == 0:
             cute.arch.barrier(barrier_id=BARRIER, number_of_threads=c.build.threads // 2)
@@ -469,7 +433,7 @@ class Builder:
             field, tile, u = blocks[i]
             words = tile.words(field, Int32)
             base = slot * (tile.stage_bytes // 4) + u * (BT * 32) + part * (span * 32) + lane
-            if const_expr(c.paired) or half == i % (c.K // 64):
+            if half == i % (c.K // 64):
                 for t in cutlass.range_constexpr(span):
                     if part * span + t >= left:
                         words[base + 32 * t] = Int32(0)
@@ -508,8 +472,3 @@ class Builder:
         if const_expr(self.config.beta_mode == "sigmoid2"):
             beta = 2.0 * beta
         return beta
-
-
-def rank_in_pair() -> Int32:
-    """0 or 1: the CTAs of a pair are neighbours in the grid."""
-    return cute.arch.block_idx()[0] % 2
