@@ -15,7 +15,12 @@ from kernel_fun._cli.screen import Screen
 
 HELP = "run the GPU tests of a checkout and write down which kernel sources passed"
 
-TESTS = ("tests/_cute/test_packing.py", "tests/kda/_kernels/sm90", "tests/kda/test_hopper.py")
+TESTS = (
+    "tests/_cute/test_packing.py",
+    "tests/kda/_kernels/sm90",
+    "tests/kda/test_hopper.py",
+    "tests/kda/test_context_parallel.py",
+)
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

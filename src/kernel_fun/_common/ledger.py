@@ -27,7 +27,7 @@ def unverified(entries: Mapping[str, Verified], stage: str) -> str | None:
     """Why a stage may not serve unasked, or None."""
     if stage in entries:
         return None
-    return "compiled, not run: no entry in the ledger of kernels that passed on a GPU"
+    return "not verified: no entry in the ledger of kernels that passed the GPU tests"
 
 
 def drift(entries: Mapping[str, Verified], kernels: Mapping[str, str]) -> dict[str, list[str]]:
