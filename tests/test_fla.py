@@ -316,7 +316,14 @@ class TestPatch:
         first, second = ours.patch(), ours.patch()
         assert second.names == ()
         first.undo()
+        assert fla_layer.chunk_kda is not before  # the second still stands
+        first.undo()
         second.undo()
+        assert fla_layer.chunk_kda is before
+        first, second = ours.patch(), ours.patch()
+        second.undo()
+        assert fla_layer.chunk_kda is not before
+        first.undo()
         assert fla_layer.chunk_kda is before
 
 

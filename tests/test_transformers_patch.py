@@ -305,6 +305,13 @@ def test_gradient_checkpointing_changes_no_bit() -> None:
         assert torch.equal(gradient, gradients_again[name]), name
 
 
+@pytest.mark.parametrize("shape", [(3, 70), (2, 50), (2, 70, 1), (2, 1, 70, 70)], ids=str)
+def test_a_mask_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
+    layer = kimi.KimiLinearDeltaAttention(kimi_config(), 0).float()
+    with ours.patch(layer), pytest.raises(ValueError, match=r"`attention_mask` must have shape \[B, T\]"):
+        layer(torch.randn(2, 70, 32), attention_mask=torch.ones(shape))
+
+
 def test_a_patched_layer_compiles_without_a_break() -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 

@@ -132,6 +132,19 @@ def test_an_absent_device_is_said() -> None:
         kernel_fun.warmup([TRAINING])
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_model_is_warmed_where_it_is_in_any_mode(mode: Any) -> None:
+    model = ByteModel(ModelConfig(layers=1, width=16, H=1, HV=2, K=8, V=8, mlp_width=16))
+    with mode():
+        assert kernel_fun.warmup(model)
+
+
+@pytest.mark.parametrize("dtype", ["x", torch.int32], ids=str)
+def test_a_dtype_that_is_none_is_refused(dtype: Any) -> None:
+    with pytest.raises(TypeError, match=r"`dtype` must be a floating-point torch.dtype"):
+        kernel_fun.warmup([TRAINING], device="cpu", dtype=dtype)
+
+
 def test_a_kernel_that_stays_cold_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is made ready again by the same problem."""
     from kernel_fun._cute import objects

@@ -213,6 +213,9 @@ def forward(
 
     Returns:
         ``[B, T, hidden]``.
+
+    Raises:
+        ValueError: ``attention_mask`` has another shape.
     """
     B, T = hidden_states.shape[:2]
     x, kept, cu_seqlens = _tokens(hidden_states, attention_mask, kwargs)
@@ -262,6 +265,9 @@ def _tokens(
         cu_seqlens = kwargs.get("cu_seq_lens_q")
     if mask is None:
         return hidden_states, None, cu_seqlens
+    if mask.shape != hidden_states.shape[:2]:
+        B, T = hidden_states.shape[:2]
+        raise ValueError(f"`attention_mask` must have shape [B, T] = {[B, T]}, got {list(mask.shape)}")
     if cu_seqlens is not None or torch.compiler.is_compiling():
         return hidden_states * mask[:, :, None].to(hidden_states.dtype), None, cu_seqlens
     kept, boundaries = packing(mask)

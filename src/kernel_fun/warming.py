@@ -40,7 +40,7 @@ class Warmed:
 def warmup(
     target: nn.Module | Problem | Convolution | Iterable[Problem | Convolution],
     *,
-    device: str | torch.device = "cuda",
+    device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
 ) -> list[Warmed]:
     """Run every problem once, forward and backward, so that the first training step meets no compiler.
@@ -49,7 +49,7 @@ def warmup(
         target: A model with KDA layers of fla or transformers (see :func:`problems_of`), or problems:
             ``kernel_fun.kda.call.Problem`` and ``kernel_fun.cconv.call.Problem``. Kernels depend on head
             sizes, dtypes and flags; B, T and N may be anything.
-        device: Where the model will run.
+        device: Where the model will run; default where it is, and of problems ``cuda``.
         dtype: Of activations, for a model; default that of its projections.
 
     Returns:
@@ -60,24 +60,31 @@ def warmup(
             problem gives a value that is not finite; or a kernel stayed cold: running the problems again
             made another kernel ready.
         ValueError: there is nothing to warm.
+        TypeError: ``dtype`` is no floating-point dtype.
     """
     import torch
 
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"`dtype` must be a floating-point torch.dtype, got {dtype!r}")
+    model = target if isinstance(target, torch.nn.Module) else None
+    problems = _distinct(problems_of(model, dtype=dtype) if model is not None else target)
+    if device is None:
+        device = "cuda" if model is None else next(p.device for p in model.parameters())
     where = torch.device(device)
     if where.type == "cuda" and not torch.cuda.is_available():
         raise RuntimeError(
             f"kernel-fun warmup: nothing warmed, {where} was asked for and torch sees no CUDA device"
         )
-    problems = _distinct(problems_of(target, dtype=dtype) if isinstance(target, torch.nn.Module) else target)
     report: list[Warmed] = []
-    for problem in problems:
-        report += _warm(problem, where)
-    for problem in problems:
-        cold = [entry for entry in _warm(problem, where) if entry.kernel]
-        if cold:
-            raise RuntimeError(
-                f"kernel-fun warmup: {cold[0].what} stayed cold: {problem} compiles it at each run"
-            )
+    with torch.inference_mode(False), torch.enable_grad():  # whatever mode a server is set up in
+        for problem in problems:
+            report += _warm(problem, where)
+        for problem in problems:
+            cold = [entry for entry in _warm(problem, where) if entry.kernel]
+            if cold:
+                raise RuntimeError(
+                    f"kernel-fun warmup: {cold[0].what} stayed cold: {problem} compiles it at each run"
+                )
     return report
 
 

@@ -740,3 +740,11 @@ def shards(group: Any, layout: str) -> Tensor:
 def test_every_layout_of_every_size_divides_the_packings() -> None:
     assert all(cu[-1] % 24 == 0 for cu in PACKINGS.values())
     assert any(a == b for a, b in pairwise(PACKINGS["empty sequences"]))
+
+
+def test_boundaries_on_the_host_must_be_the_same(group_of_one: Any) -> None:
+    """Also the convolution's contexts are made by this function."""
+    cu = torch.tensor([0, 30, 70])
+    build_cp_context(cu, group_of_one, cu_seqlens_cpu=cu.clone().int())
+    with pytest.raises(ContractError, match="`cu_seqlens_cpu` must hold the values"):
+        build_cp_context(cu, group_of_one, cu_seqlens_cpu=torch.tensor([0, 40, 70]))

@@ -117,3 +117,9 @@ def test_a_copy_of_a_call_shares_no_scratch() -> None:
     kept.scratch["inputs"] = "of this pass"
     for copy in (kept.like(scale=2.0), kept.without_tensors(), replace(kept, scale=2.0)):
         assert copy.scratch == {}
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), 10**400], ids=lambda x: str(x)[:5])
+def test_a_scale_that_is_not_finite_is_refused(scale: float) -> None:
+    with pytest.raises(ValueError, match="`scale` must be finite"):
+        call(scale=scale)

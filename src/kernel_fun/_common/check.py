@@ -5,6 +5,7 @@ A shape is a string of letters, ``"B T HV K"``; the first tensor that carries a 
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -69,10 +70,16 @@ def same_device(name: str, tensor: Tensor, like_name: str, like: Tensor) -> None
 
 
 def number(name: str, value: Any) -> float:
-    """A real number as float; a bool or a tensor is refused."""
+    """A finite real number as float; a bool or a tensor is refused."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ContractTypeError(f"`{name}` must be a number, got {type(value).__name__}")
-    return float(value)
+    try:
+        found = float(value)
+    except OverflowError:
+        found = math.inf
+    if not math.isfinite(found):
+        raise ContractError(f"`{name}` must be finite, got {value if found != math.inf else found}")
+    return found
 
 
 def boundaries(name: str, values: list[int], tokens: int) -> None:

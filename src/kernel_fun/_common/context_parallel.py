@@ -139,6 +139,8 @@ def build_cp_context(
         raise ContractError(
             f"`cu_seqlens_cpu` must have the shape of `cu_seqlens`, {list(cu.shape)}, got {list(host.shape)}"
         )
+    if host is not cu and cu.device.type == "cpu" and host.tolist() != cu.tolist():
+        raise ContractError("`cu_seqlens_cpu` must hold the values of `cu_seqlens`, got others")
     if use_tf32x3_affine_chain is not True:
         raise ContractError("`use_tf32x3_affine_chain` must be True, got False: summaries are never narrowed")
     if layout not in LAYOUTS:

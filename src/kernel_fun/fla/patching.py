@@ -16,7 +16,10 @@ from kernel_fun.fla.registration import require_fla
 
 @dataclass
 class Patch:
-    """What :func:`patch` rebound. A context manager: leaving it undoes the patch."""
+    """What :func:`patch` rebound. A context manager: leaving it undoes the patch.
+
+    Patches are counted: fla's names are put back when the last one is undone, in whatever order.
+    """
 
     bound: list[tuple[ModuleType, str, Any, Any]] = field(
         default_factory=list[tuple[ModuleType, str, Any, Any]]
@@ -30,6 +33,13 @@ class Patch:
 
     def undo(self) -> None:
         """Put back what stood there, except where someone else has rebound the name since."""
+        others = [patch for patch in _live if patch is not self]
+        if len(others) == len(_live):
+            return
+        _live[:] = others
+        if _live:  # the next oldest answers for what this one bound
+            _live[0].bound[:0] = self.bound
+            self.bound = []
         while self.bound:
             module, name, original, ours = self.bound.pop()
             if vars(module).get(name) is ours:
@@ -42,6 +52,10 @@ class Patch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.undo()
+
+
+_live: list[Patch] = []
+"""Patches that are not undone, oldest first."""
 
 
 def patch() -> Patch:
@@ -73,6 +87,7 @@ def patch() -> Patch:
         for module, name in _holders(original):
             setattr(module, name, stand_in)
             done.bound.append((module, name, original, stand_in))
+    _live.append(done)
     what = f"{len(done.bound)} names of fla-core {support.version_of('fla-core')}"
     support.log.info(f"kernel-fun: rebound {what}")
     return done
