@@ -33,6 +33,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.sm90, pytest.mark.skipif(absent, reas
 
 BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
 HEADS: dict[str, Any] = dict(H=2, HV=4, K=128, V=128, dtype=BF16, device="cuda")
+MANY = dict(H=8, HV=16)
+"""dA_log is one number a head, a sum that nearly cancels in some: its norm means something over many."""
 STATES = dict(initial_state=True, output_final_state=True)
 LENGTHS = (1, 0, 63, 64, 65, 0, 15, 92)
 
@@ -74,12 +76,12 @@ def test_the_kernels_serve_every_stage() -> None:
 @pytest.mark.parametrize("T", [1, 15, 16, 63, 64, 65, 130, 1000])
 @pytest.mark.parametrize("regime", ["softplus_random", "init_slow", "bounded", "precomputed", "spikes"])
 def test_agrees_with_float64(regime: str, T: int) -> None:
-    assert_right(*both(regime=regime, T=T, B=1 + T % 2, **(STATES if T % 2 == 0 else {})))
+    assert_right(*both(regime=regime, T=T, B=1 + T % 2, **MANY, **(STATES if T % 2 == 0 else {})))
 
 
 @pytest.mark.parametrize("regime", ["softplus_random", "init_slow", "bounded"])
 def test_long_sequences_agree_with_float64(regime: str) -> None:
-    assert_right(*both(regime=regime, T=8192, H=1, HV=1, V=256))
+    assert_right(*both(regime=regime, T=8192, V=256, **MANY))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
