@@ -41,6 +41,8 @@ TENSORS = ("o", "dq", "dk", "dv", "dg", "dbeta", "dA_log", "ddt_bias")
 #: above rounding and far below a mistake, since a peer may sum in another order than we do.
 _PEER = {"o": 5e-3, "dq": 8e-3, "dk": 8e-3, "dv": 8e-3}
 _PEER_SUMS = 2e-2
+_PEER_A_LOG = 1e-1
+"""dA_log is one number a head, and only two heads are compared: where its terms cancel, so do the digits."""
 _PEER_FP32 = 1e-3
 
 
@@ -92,7 +94,7 @@ def case(shape: Shape, gate: str, dtype: torch.dtype, device: torch.device) -> C
 def _peer_limits(dtype: torch.dtype) -> dict[str, float]:
     if dtype == torch.float32:
         return dict.fromkeys(TENSORS, _PEER_FP32)
-    return {n: _PEER.get(n, _PEER_SUMS) for n in TENSORS}
+    return {n: _PEER.get(n, _PEER_SUMS) for n in TENSORS} | {"dA_log": _PEER_A_LOG}
 
 
 def candidates(device: torch.device) -> list[Candidate]:

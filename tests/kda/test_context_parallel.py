@@ -295,11 +295,11 @@ absent = not torch.cuda.is_available() or devices.of(torch.device("cuda")).arch 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("packing", [(0, 2048), (0, 350, 351, 1500, 2048)], ids=["one", "packed"])
 def test_ranks_on_one_hopper_gpu(packing: tuple[int, ...], world: int, layout: str, ranks: Ranks) -> None:
-    """Over many heads: dA_log is one number a head, whose errors in 512 of them differ by chance by 4 %."""
+    """Over many seeds: dA_log is one number a head, and the norms of 512 such errors differ by chance by 4 %."""
     p = Problem(
-        packing, layout, H=32, HV=64, K=128, V=128, dtype=torch.bfloat16, backend="sm90", device="cuda"
+        packing, layout, H=8, HV=16, K=128, V=128, dtype=torch.bfloat16, backend="sm90", device="cuda"
     )
-    as_exact_as_one_process(p, ranks, world, seeds=tuple(range(8)))
+    as_exact_as_one_process(p, ranks, world, seeds=tuple(range(32)))
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])

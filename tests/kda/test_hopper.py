@@ -370,7 +370,7 @@ def test_offsets_beyond_32_bits() -> None:
         n: torch.zeros(1, T, H, 128, dtype=BF16, device="cuda") for n in ("q", "k", "v", "g")
     }
     x["beta"] = torch.full((1, T, H), 0.5, dtype=BF16, device="cuda")
-    few = {n: torch.randn(1, 200, 1, 128, device="cuda").to(BF16) for n in ("q", "k", "v")}
+    few = {n: (torch.randn(1, 200, 1, 128, device="cuda") / 128**0.5).to(BF16) for n in ("q", "k", "v")}
     few["g"] = -torch.rand(1, 200, 1, 128, device="cuda").to(BF16)
     for name, value in few.items():
         x[name][:, -200:, -1:] = value
