@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -114,9 +115,10 @@ def test_make_graphed_callables() -> None:
 
     torch.manual_seed(0)
     layer = Layer()
+    eager = deepcopy(layer)  # its own parameters: those of a graphed module must not have met another stream
     given = arguments(1)
-    o = layer(*given)
-    expected = (o.detach(), *torch.autograd.grad(o.float().square().sum(), (*given, *layer.parameters())))
+    o = eager(*given)
+    expected = (o.detach(), *torch.autograd.grad(o.float().square().sum(), (*given, *eager.parameters())))
     graphed = torch.cuda.make_graphed_callables(layer, arguments(0))
     given = arguments(1)
     o = graphed(*given)

@@ -127,8 +127,9 @@ def digest_of(module: str, config: object, arch: str, options: str) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:40]
 
 
-def versions() -> dict[str, str]:
-    """Installed distributions that shape the machine code or the way it is called."""
+@cache
+def _versions() -> dict[str, str]:
+    """Read once per process, as the sources are."""
     found: dict[str, str] = {}
     for name in DISTRIBUTIONS:
         try:
@@ -136,6 +137,11 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def versions() -> dict[str, str]:
+    """Installed distributions that shape the machine code or the way it is called."""
+    return dict(_versions())
 
 
 @cache
@@ -150,15 +156,25 @@ def sources(module: str) -> dict[str, str]:
         name = pending.pop()
         if name in found:
             continue
-        path = _source_path(name)
-        if path is None:
-            continue
-        text = path.read_bytes()
-        found[name] = hashlib.sha256(text).hexdigest()
-        pending += [m for m in _imported(ast.parse(text), name, path) if _is_traced(m)]
+        source = _source(name)
+        if source is not None:
+            found[name], imported = source
+            pending += imported
     if module not in found:
         raise ValueError(f"`module` must name a module with a source file, got {module!r}")
     return dict(sorted(found.items()))
+
+
+@cache
+def _source(name: str) -> tuple[str, list[str]] | None:
+    """sha256 of a module's source, and the traced modules it imports; None if it has no source file."""
+    path = _source_path(name)
+    if path is None:
+        return None
+    text = path.read_bytes()
+    return hashlib.sha256(text).hexdigest(), [
+        m for m in _imported(ast.parse(text), name, path) if _is_traced(m)
+    ]
 
 
 def _is_traced(name: str) -> bool:

@@ -19,7 +19,8 @@ Sweeps. With operands rounded to bf16, Q = q w, B = beta k w, K = k / w of an ei
     dg = Q Pq + B Pk - K Pc
 
 dg takes the operands as the tensor core saw them: each pair of tokens then enters it twice with the same value, once
-with either sign, and leaves a sum over both but for fp32 rounding.
+with either sign, and leaves a sum over both but for fp32 rounding. Of the roundings, that of dAqk would be the largest in
+dA_log: dAqk is there as two bf16 numbers, its rounding to bf16 and what that leaves, to 2^-17 in all.
 
 Fragment of an eight, lane = 4 r + c, value e = p + 2 row: channel r + 8 row of the warp's 16, token 2 c + p. That is
 the accumulator of ``mma.sync`` m16n8, and two values p = 0, 1, rounded, are the word ``row`` of its A operand.
@@ -44,6 +45,8 @@ LEAST_DECAY = 2.0**-24
 ROW_BYTES = 128
 EIGHT_BYTES = EIGHT * ROW_BYTES
 """Eight tokens in a tile with rows of 128 bytes, one row a token."""
+REST_BYTES = 3 * EIGHT * EIGHT_BYTES
+"""From the tile of dAqk to that of what rounding left of it; what is read with it lies past it and is not used."""
 CHANNEL_BYTES = 256
 """64 fp32 values of a channel."""
 
@@ -181,14 +184,17 @@ def walk(pair: Any, n: Any) -> Any:
     return pair * (2 * CHANNEL_BYTES) + ((2 * n) ^ spread(2 * pair)) * 16
 
 
-def row_words(at: Int32, i: int, j: int) -> tuple[Int32, ...]:
-    """B words of the eights (i, j), (i, j + 1) of dAqk and of dAkk, n = rows; j even. ``at`` includes :attr:`Lanes.rows`."""
-    return matrices((at + EIGHT_BYTES * i) ^ (16 * j))
+def row_words(at: Int32, i: int, j: int, past: int = 0) -> tuple[Int32, ...]:
+    """B words of the eights (i, j), (i, j + 1) of dAqk and of dAkk, n = rows; j even. ``at`` includes :attr:`Lanes.rows`.
+
+    ``past``: bytes from these tiles to two others.
+    """
+    return matrices(((at + EIGHT_BYTES * i) ^ (16 * j)) + past)
 
 
-def column_words(at: Int32, i: int, j: int) -> tuple[Int32, ...]:
+def column_words(at: Int32, i: int, j: int, past: int = 0) -> tuple[Int32, ...]:
     """B words of eight (i, j) of dAqk and of dAkk, then of (i + 1, j), n = columns. ``at`` includes :attr:`Lanes.columns`."""
-    return matrices_transposed((at + EIGHT_BYTES * i) ^ (16 * j))
+    return matrices_transposed(((at + EIGHT_BYTES * i) ^ (16 * j)) + past)
 
 
 def scaled(x: Sequence[Any], by: Sequence[Any]) -> list[Any]:
@@ -202,12 +208,14 @@ def queries(
     """(Pq, Pk) of eight ``i``. ``K``: operands of the eights up to i. ``near``: e of the eight before, s of this one."""
     Pq, Pk = scaled(dq, s), scaled(rk, s)
     words: tuple[Int32, ...] = ()
+    rest: tuple[Int32, ...] = ()
     for j in range(i + 1):
         if j:
             for by in (t[j - 1],) if j < i else near:
                 Pq, Pk = scaled(Pq, by), scaled(Pk, by)
         if j % 2 == 0:
-            words = row_words(at, i, j)
+            words, rest = row_words(at, i, j), row_words(at, i, j, REST_BYTES)[:2]
+        Pq = mma(Pq, K[j], rest[j % 2 : j % 2 + 1], BFloat16)
         Pq = mma(Pq, K[j], words[j % 2 : j % 2 + 1], BFloat16)
         Pk = mma(Pk, K[j], words[2 + j % 2 : 3 + j % 2], BFloat16)
     return Pq, Pk
@@ -218,12 +226,15 @@ def keys(at: Int32, j: int, dk: Values, QB: Sequence[Any], e: Any, t: Sequence[A
     last = len(QB) - 1
     Pc: Any = scaled(dk, e)
     words: tuple[Int32, ...] = ()
+    rest: tuple[Int32, ...] = ()
     for i in range(last, j - 1, -1):
         if i < last:
             for by in (t[i],) if i > j else near:
                 Pc = scaled(Pc, by)
         if i % 2 == 1 or not words:
             words = column_words(at, i - i % 2, j)
+            rest = column_words(at, i - i % 2, j, REST_BYTES)[::2]
+        Pc = mma(Pc, QB[i][:2], rest[i % 2 : i % 2 + 1], BFloat16)
         Pc = mma(Pc, QB[i], words[i % 2 * 2 : i % 2 * 2 + 2], BFloat16)
     return Pc
 

@@ -25,7 +25,7 @@ from kernel_fun.kda._kernels.sm90 import bwd_grads_reduce as reduce
 
 T, C = kernel.BT, kernel.CHANNELS
 AT = dict(
-    q=0, k=16384, g=32768, X=49152, Y=81920, beta=90112, q_factor=90368, b_factor=90624, k_factor=90880,
+    q=0, k=16384, g=32768, X=49152, Y=81920, A=94208, beta=90112, q_factor=90368, b_factor=90624, k_factor=90880,
     diagonal=91136, base=91392, seen=91904, dvb_v=92416,
 )  # fmt: skip
 
@@ -59,9 +59,8 @@ class Chunk:
         self.q_rstd, self.k_rstd = (1 / np.sqrt((x * x).sum(1) + 1e-6) for x in (self.q, self.k))
         self.beta = r.random(T).astype(np.float32)
         lower = np.tril(np.ones((T, T), bool), -1)
-        self.dAqk, self.dAkk = (
-            warp_model.rounded(np.where(lower, normal(T, T), np.float32(0.0))) for _ in range(2)
-        )
+        self.dAqk, self.dAkk = (np.where(lower, normal(T, T), np.float32(0.0)) for _ in range(2))
+        self.dAkk = warp_model.rounded(self.dAkk)
         self.diagonal = normal(T)
         self.dq, self.dk, self.rk = normal(T, C), normal(T, C), normal(T, C)
         self.s = normal(C)
@@ -147,6 +146,7 @@ def run(chunk: Chunk, monkeypatch) -> dict[str, np.ndarray]:
     B = [self.betas(x, s, t) for (self, *_), (x, (s, _, t)) in zip(warps, factors, strict=True)]
     out = {"kE": machine.get_tile(AT["X"] + 2 * kernel.HALF_BYTES, T, C)}
     machine.put_tile(AT["X"], chunk.dAqk)
+    machine.put_tile(AT["X"] + 3 * kernel.HALF_BYTES, chunk.dAqk - warp_model.rounded(chunk.dAqk))
     machine.put_tile(AT["X"] + kernel.HALF_BYTES, chunk.dAkk)
     results = []
     for (self, t, ch, _), (x, between), b in zip(warps, factors, B, strict=True):

@@ -83,7 +83,7 @@ class Machine:
 
     def op_ldmatrix(self, op: str, address: Any) -> Any:
         words = []
-        for m in range(4):
+        for m in range(2 if ".x2" in op else 4):
             x = np.stack([self.halves(int(a), 8) for a in address[8 * m : 8 * m + 8]]).astype(np.int64)
             x = x.T if ".trans" in op else x
             words.append(x[ROW, 2 * COLUMN] | (x[ROW, 2 * COLUMN + 1] << 16))

@@ -10,7 +10,7 @@ B   a = exp(gate(g)) and its products w, s, e by eights of tokens, fp32 (kernel_
     to a token
     D    = tril_-1(dM beta_j + io(dw) io(beta k^ E)^T)      [64, 64]
     Z    = io(D) A^T,  dAkk = -tril_-1(A^T io(Z)),  rk^T = io(dw^T) A
-C   Q = scale q^ w, B = beta k^ w, K = k^ / w; dAqk, dAkk: rounded to bf16; dAqk_ii in fp32
+C   Q = scale q^ w, B = beta k^ w, K = k^ / w, dAkk: rounded to bf16; dAqk: a sum of two bf16 numbers; dAqk_ii in fp32
     dq, dk, dg = sweeps from dq, rk, dk;  dbeta += rk . k^
 D   dl_t = sum_{i >= t} dg_i + total s + sum_t k^ (R dk), R: product of a after a token;  0 where a = 0
     dg, dA_log, d dt_bias by the gate's derivative; dq, dk = rstd (dy - (dy . y) y); dbeta by its sigmoid's
@@ -30,7 +30,9 @@ Modes in global memory: q, k, g, A, v, do, v_new, dv2 (tokens, D, heads); h, dh 
     ring       2        64 KB       h, dh, do, v_new, dv2, v of 64 values; one stage where g is fp32
     one        1        8 KB        A
     raw        1        48 KB       q, k, g (16 KB more where g is fp32); then dq, dk on their way out
-    smem       X    w on its way from the gate's threads (B); dw, beta k^ E (B); dAqk, dAkk, Z (C); dg (D)
+    smem       X    w on its way from the gate's threads (B); dw, beta k^ E (B); dAqk, dAkk, Z, then half of w, and the rest
+                    of dAqk (C); dg (D)
+               A    another half of w, once it is dead (C)
                Y    s, e (B); sums over warps (D)
 
 On one H200, 132 SMs: 14.9 us an item at V = 128 (HBM 7.8), 18.7 at 256 (12.4); about 5500 instructions a thread at
@@ -455,10 +457,11 @@ class KdaBwdGradsSm90(Phases):
                 there.put_dvb_v(dvb_v)
                 cute.arch.barrier(barrier_id=Barrier.MATH, number_of_threads=MATH.threads)
                 QB = there.through_A(st, dq, dk, dw, square, w, between)
-                one.free(at_one)
-                at_one.advance()
                 here = self.again(st)
                 sums, k_dk = here.sweeps(w, QB, between, dq, dk, dw)
+                cute.arch.fence_view_async_shared()  # TMA writes A where w waited
+                one.free(at_one)
+                at_one.advance()
                 here.put_states(states, seen, between, k_dk)
                 last = self.again(st)
                 now = chunk, hv, first, valid

@@ -50,7 +50,7 @@ RMEM, SMEM = warpgroup.OperandSource.RMEM, warpgroup.OperandSource.SMEM
 K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
 TOKEN_VECTORS = ("beta", "q_factor", "b_factor", "k_factor", "diagonal")
 """fp32 a token: beta; scale rstd, beta rstd, rstd of Q, B, K, the first two then -(dy . y) rstd^2 of the norms; dAqk_ii."""
-ADDRESSES = ("q", "k", "g", "X", "Y", *TOKEN_VECTORS, "base", "seen", "dvb_v")
+ADDRESSES = ("q", "k", "g", "X", "Y", "A", *TOKEN_VECTORS, "base", "seen", "dvb_v")
 DO, V_NEW, DV2, V = range(4)
 """Places of the [64, 64] tiles of a ring slot."""
 
@@ -390,7 +390,7 @@ class Phases:
             self.through_inverse(st, square)
         else:
             self.put_diagonal(square)
-            self.put_square(square, self.X_at)
+            self.put_square(square, self.X_at, self.X_at + sweep.REST_BYTES)
         cute.arch.barrier(barrier_id=Barrier.MATH, number_of_threads=MATH.threads)
         return [[*Q[n], *B[n]] for n in range(EIGHTS)]
 
@@ -435,11 +435,17 @@ class Phases:
         column_less_row = [8 * (i // 4) + i % 2 - 8 * (i // 2 % 2) for i in range(32)]
         return [select(row_less_column > column_less_row[i], square[i], Float32(0.0)) for i in range(32)]
 
-    def put_square(self, square: Any, address: Int32) -> None:
-        """The strictly lower triangle, rounded, to shared memory."""
-        words = sweep.pack_values(self.lower(square), BFloat16)
+    def put_square(self, square: Any, address: Int32, rest: Int32 | None = None) -> None:
+        """The strictly lower triangle, rounded, to shared memory; what rounding left of it to ``rest``."""
+        lower = self.lower(square)
         for j in range(4):
-            sweep.put_matrices((address + self.own_rows) ^ (32 * j), words[4 * j : 4 * j + 4])
+            x = lower[8 * j : 8 * j + 8]
+            words = sweep.pack_values(x, BFloat16)
+            sweep.put_matrices((address + self.own_rows) ^ (32 * j), words)
+            if rest is not None:
+                y = sweep.unpack_values(words, BFloat16)
+                left = sweep.pack_values([x[e] - y[e] for e in range(8)], BFloat16)
+                sweep.put_matrices((rest + self.own_rows) ^ (32 * j), left)
 
     @cute.jit
     def put_diagonal(self, square):
@@ -460,10 +466,10 @@ class Phases:
         lane 4 r + c, and sum_t k^ (R dk) of the thread's two channels and 16 tokens.
         """
         s, e, t = between
-        # half of w waits where dw and beta k^ E were
-        parked = self.X_at + 2 * HALF_BYTES + 16 * self.tid
+        # half of w waits where Z and A were
+        parked = [x + 16 * self.tid + 4096 * i for x in (self.X_at + 2 * HALF_BYTES, self.at["A"]) for i in range(2)]
         for i in range(4):
-            sweep.put4(parked + 4096 * i, w[16 + 4 * i : 20 + 4 * i])
+            sweep.put4(parked[i], w[16 + 4 * i : 20 + 4 * i])
         w = w[:16]
         rows, columns = self.X_at + self.lane.rows, self.X_at + self.lane.columns
         K: list[list[Int32]] = []
@@ -474,7 +480,7 @@ class Phases:
             own = range(4 * n, 4 * n + 4)
             cute.arch.sync_warp()
             if n >= 4:
-                w += load4(parked + 4096 * (n - 4))
+                w += load4(parked[n - 4])
             if n % 2 == 0:
                 words = sweep.matrices_transposed(self.k_at + BLOCK_BYTES * (n // 2))
             k = sweep.unpack_values(words[n % 2 * 2 : n % 2 * 2 + 2], self.io)
