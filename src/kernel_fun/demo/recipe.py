@@ -50,11 +50,12 @@ CPU = Recipe(
 )
 
 GPU = Recipe(
-    model=ModelConfig(layers=6, width=384, H=3, HV=3, K=128, V=128, mlp_width=1024),
+    # heads as Kimi-Linear has them: where fla has tuned for such a model, it need not tune again
+    model=ModelConfig(layers=6, width=1024, H=32, HV=32, K=128, V=128, mlp_width=2816),
     B=16,
     T=1024,
-    steps=250,
-    learning_rate=2e-3,
+    steps=200,
+    learning_rate=1e-3,
     dtype=torch.bfloat16,
 )
 
