@@ -106,18 +106,18 @@ def candidates(device: torch.device) -> list[Candidate]:
 
 def caller(candidate: str, case: Case, what: str) -> Callable[[], Outputs]:
     """One pass of one candidate on the tensors of the case."""
-    function, context = _function(candidate)
+    call_of, context = function(candidate)
     inputs = dict(case.arguments)
     do = case.upstream["do"] if what == "fwdbwd" else None
 
     def call() -> Outputs:
         with context(), torch.set_grad_enabled(do is not None):
-            return testing.run(function, inputs, do=do)
+            return testing.run(call_of, inputs, do=do)
 
     return call
 
 
-def _function(
+def function(
     candidate: str,
 ) -> tuple[Callable[..., Any], Callable[[], contextlib.AbstractContextManager[None]]]:
     """The function a candidate calls and the context it is called in."""

@@ -34,9 +34,13 @@ class Raised:
 
 
 class Ranks:
-    """Four processes and the groups of the first 2, 3 and 4 of them. Started at the first job."""
+    """Processes and the groups of the first so many of them. Started at the first job.
 
-    def __init__(self) -> None:
+    ``backend``: gloo; or nccl, for which rank n has GPU n.
+    """
+
+    def __init__(self, backend: str = "gloo", sizes: tuple[int, ...] = SIZES) -> None:
+        self._backend, self._sizes = backend, sizes
         self._links: list[Connection] = []
         self._processes: list[Any] = []
 
@@ -76,23 +80,28 @@ class Ranks:
         context.set_forkserver_preload(["torch.distributed", "kernel_fun.kda", "kernel_fun.cconv", "pytest"])
         self._place = tempfile.TemporaryDirectory()
         store = str(Path(self._place.name) / "store")
-        for rank in range(max(SIZES)):
+        for rank in range(max(self._sizes)):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, store, theirs, list(sys.path)), daemon=True)
+            facts = (rank, store, theirs, list(sys.path), self._backend, self._sizes)
+            process = context.Process(target=_serve, args=facts, daemon=True)
             process.start()
             theirs.close()
             self._links.append(ours)
             self._processes.append(process)
 
 
-def _serve(rank: int, store: str, link: Connection, path: list[str]) -> None:
+def _serve(
+    rank: int, store: str, link: Connection, path: list[str], backend: str, sizes: tuple[int, ...]
+) -> None:
     sys.path[:] = path
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     timeout = timedelta(seconds=GROUP_TIMEOUT)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=max(SIZES), timeout=timeout
+        backend, init_method=f"file://{store}", rank=rank, world_size=max(sizes), timeout=timeout
     )
-    groups = {n: dist.new_group(list(range(n)), timeout=timeout) for n in SIZES}
+    groups = {n: dist.new_group(list(range(n)), timeout=timeout) for n in sizes}
     while True:
         try:
             module, name, world, args = link.recv()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -296,6 +297,25 @@ absent = not torch.cuda.is_available() or devices.of(torch.device("cuda")).arch 
 def test_ranks_on_one_hopper_gpu(packing: tuple[int, ...], world: int, layout: str, ranks: Ranks) -> None:
     p = Problem(packing, layout, H=2, HV=4, K=128, V=128, dtype=torch.bfloat16, backend="sm90", device="cuda")
     as_exact_as_one_process(p, ranks.run(world, on_rank, p))
+
+
+@pytest.fixture(scope="module")
+def gpus() -> Iterator[Ranks]:
+    """Two GPUs with NCCL between them."""
+    ranks = Ranks("nccl", (2,))
+    yield ranks
+    ranks.stop()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(absent or torch.cuda.device_count() < 2, reason="needs two Hopper GPUs")
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("packing", [(0, 65536), (0, 9, 20000, 40001, 40001, 65536)], ids=["one", "packed"])
+def test_two_gpus_over_nccl(packing: tuple[int, ...], layout: str, gpus: Ranks) -> None:
+    p = Problem(packing, layout, H=2, HV=4, K=128, V=128, dtype=torch.bfloat16, backend="sm90", device="cuda")
+    parts = gpus.run(2, on_rank, p)
+    as_exact_as_one_process(p, parts)
+    assert [len(part["gathers"]) for part in parts] == [2, 2]
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])

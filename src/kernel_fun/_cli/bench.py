@@ -30,6 +30,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--seconds", type=float, default=10.0, metavar="S",
         help="timing budget of one case, all candidates together (default: 10)")  # fmt: skip
     add("--cold", action="store_true", help="also time the first call of a fresh process on a GPU")
+    add("--cp", type=int, metavar="N", help="one sequence over N GPUs of this host, beside one of them")
     add("--out", type=Path, metavar="PATH",
         help="record to write, a .json file or a directory (default: none)")  # fmt: skip
     add("--commit", metavar="ID", help="commit of a clean copy that has no git, for the record")
@@ -50,6 +51,8 @@ def run(args: argparse.Namespace, screen: Screen) -> tuple[int, dict[str, Any]]:
         return 0, {"shapes": names, "gates": list(family.GATES), "passes": list(family.PASSES)}
     if args.seconds <= 0:
         raise ValueError(f"`--seconds` must be positive, got {args.seconds}")
+    if args.cp is not None:
+        return _context_parallel(args, screen)
     dtype = args.dtype or ("bfloat16" if device.type == "cuda" else "float32")
     taken = runner.measure(
         runner.Request(
@@ -67,15 +70,46 @@ def run(args: argparse.Namespace, screen: Screen) -> tuple[int, dict[str, Any]]:
     )
     taken.made_at(args.commit)
     _show(taken, screen)
-    if args.out is not None:
-        path = args.out if args.out.suffix == ".json" else taken.default_path(args.out)
-        taken.write(path)
-        screen.line(f"wrote {path}")
+    _write(taken, args.out, screen)
     if args.plot is not None:
         plot.draw(taken, args.plot)
         screen.line(f"wrote {args.plot}")
     failed = any(s.reason.startswith("wrong result") for s in taken.skipped)
     return 1 if failed or not taken.rows else 0, taken.as_json()
+
+
+def _context_parallel(args: argparse.Namespace, screen: Screen) -> tuple[int, dict[str, Any]]:
+    from kernel_fun.bench import suite
+
+    family: Any = suite.load("context_parallel")
+    gate = (args.gate or ["softplus_random"])[0]
+    candidates = family.candidates_here(args.candidate)
+    taken = family.measure(args.cp, args.shape or family.DEFAULT, gate, candidates)
+    taken.made_at(args.commit)
+    screen.table(
+        f"{taken.gpu}, {gate}, bfloat16",
+        ("shape", "what", "candidate", "ms", "p20 - p80", "memory of a rank"),
+        [
+            (r.shape, r.bench, r.candidate, _number(r.ms.p50), f"{_number(r.ms.p20)} - {_number(r.ms.p80)}",
+             memory(r.peak_bytes))
+            for r in taken.rows
+        ],
+        numbers=3,
+    )  # fmt: skip
+    found = family.efficiencies(taken, args.cp)
+    for shape, what, candidate, efficiency in found:
+        screen.line(f"{candidate}, {what} at {shape}: efficiency of {args.cp} ranks {efficiency:.1%}")
+    for s in taken.skipped:
+        screen.line(f"not timed: {s.candidate} at {s.shape}: {s.reason}")
+    _write(taken, args.out, screen)
+    return 0 if found else 1, taken.as_json()
+
+
+def _write(taken: Record, out: Path | None, screen: Screen) -> None:
+    if out is not None:
+        path = out if out.suffix == ".json" else taken.default_path(out)
+        taken.write(path)
+        screen.line(f"wrote {path}")
 
 
 def _show(taken: Record, screen: Screen) -> None:

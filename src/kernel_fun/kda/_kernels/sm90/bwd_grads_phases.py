@@ -467,7 +467,9 @@ class Phases:
         """
         s, e, t = between
         # half of w waits where Z and A were
-        parked = [x + 16 * self.tid + 4096 * i for x in (self.X_at + 2 * HALF_BYTES, self.at["A"]) for i in range(2)]
+        parked = [
+            x + 16 * self.tid + 4096 * i for x in (self.X_at + 2 * HALF_BYTES, self.at["A"]) for i in range(2)
+        ]
         for i in range(4):
             sweep.put4(parked[i], w[16 + 4 * i : 20 + 4 * i])
         w = w[:16]
