@@ -151,9 +151,9 @@ def test_a_kernel_that_stays_cold_is_an_error(monkeypatch: pytest.MonkeyPatch) -
 
     run = exercise.run
 
-    def forgetful(problem: Problem, where: torch.device) -> torch.Tensor:
+    def forgetful(problem: Problem, where: torch.device, sequences: Any) -> torch.Tensor:
         objects.note("kernel_fun.kda.forgetful", problem.T, "compiled", 1.5)
-        return run(problem, where)
+        return run(problem, where, sequences)
 
     monkeypatch.setattr(exercise, "run", forgetful)
     with pytest.raises(RuntimeError, match="forgetful 4096 stayed cold"):
@@ -161,7 +161,7 @@ def test_a_kernel_that_stays_cold_is_an_error(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_value_that_is_not_finite_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exercise, "run", lambda problem, where: torch.tensor([1.0, torch.nan]))
+    monkeypatch.setattr(exercise, "run", lambda *_: torch.tensor([1.0, torch.nan]))
     with pytest.raises(RuntimeError, match="chunk_kda gave a value that is not finite"):
         kernel_fun.warmup([TRAINING], device="cpu")
 
@@ -188,11 +188,17 @@ class TestBuild:
         return [jit.module.rpartition(".")[2] for jit, _ in seen]
 
     def test_every_kernel_of_a_training_step(self, rehearsed: list[tuple[Any, Any]], tmp_path: Path) -> None:
-        report = warming.build([self.GPU], "sm_90a", tmp_path)
-        assert self.kernels(rehearsed) == ["fwd_intra", "fwd_state", "fwd_state", "bwd_state", "bwd_grads"]
+        one = ["fwd_intra", "fwd_state", "fwd_state", "bwd_state", "bwd_grads"]
+        report = warming.build([self.GPU], "sm_90a", tmp_path, exactly=True)
+        assert self.kernels(rehearsed) == one
         assert [entry.how for entry in report] == ["compiled"] * 5
         assert device.of(torch.device("cpu")).arch == "cpu"
         assert config.KDA_BACKEND.read() == "auto"
+        rehearsed.clear()
+        warming.build(
+            [self.GPU], "sm_90a", tmp_path
+        )  # the scans have a form for few chains, and one for many
+        assert sorted(self.kernels(rehearsed)) == sorted([*one, "fwd_state", "fwd_state", "bwd_state"])
 
     def test_grouped_heads_and_packings_need_more(
         self, rehearsed: list[tuple[Any, Any]], tmp_path: Path
@@ -202,20 +208,22 @@ class TestBuild:
         indices = {c.index for jit, c in rehearsed if hasattr(c, "index")}
         assert indices == {"int32", "int64"}
 
-    @pytest.mark.parametrize("size", [{"B": 2, "T": 64}, {"B": 1, "T": 700}], ids=str)
-    def test_sizes_decide_nothing(self, size: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-        """What a small exercise asks for is what any B and T ask for."""
+    @pytest.mark.parametrize("HV, V", [(4, 64), (4, 128), (96, 128), (16, 256)])
+    def test_sizes_ask_for_nothing_more(self, HV: int, V: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What the exercises of a head shape ask for is all that any B and T ask for."""
         from kernel_fun._cute import objects
 
-        def asked() -> set[tuple[str, str]]:
+        shape = replace(self.GPU, HV=HV, H=HV, V=V)
+
+        def asked(sequences: list[int]) -> set[tuple[str, str]]:
             seen: dict[tuple[str, str], Any] = {}
             with config.KDA_BACKEND.set("sm90"), device.pretend("sm90"), objects.rehearsal(seen):
-                exercise.run(self.GPU, torch.device("cpu"))
+                exercise.run(shape, torch.device("cpu"), sequences)
             return set(seen)
 
-        small = asked()
-        monkeypatch.setattr(exercise, "small", lambda problem: replace(problem, **size))
-        assert asked() == small
+        ready = asked(exercise.batches(shape))
+        monkeypatch.setattr(exercise, "TOKENS", 9)
+        assert asked([1, 2, 3, 5, 7, 11, 16, 24, 33, 47]) <= ready
 
     def test_what_no_kernel_serves_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(BackendUnavailable, match="K = 100, kernels are built for 64 and 128"):

@@ -88,13 +88,16 @@ def warmup(
     return report
 
 
-def build(problems: Problem | Iterable[Problem], arch: str, out: Path) -> list[Warmed]:
+def build(
+    problems: Problem | Iterable[Problem], arch: str, out: Path, *, exactly: bool = False
+) -> list[Warmed]:
     """Compile the CuTe kernels of problems for an architecture into a directory, without a GPU.
 
     Args:
         problems: Of chunk_kda; B, T and N may be anything.
         arch: ``sm_90a``.
         out: Directory that ``KERNEL_FUN_KERNELS`` will name.
+        exactly: Only what problems of this B, or N, need; else of any.
 
     Returns:
         One entry a kernel, with the time it took.
@@ -123,7 +126,8 @@ def build(problems: Problem | Iterable[Problem], arch: str, out: Path) -> list[W
             device.pretend(ARCHS[arch]),
             objects.rehearsal(seen),
         ):
-            exercise.run(problem, torch.device("cpu"))
+            own = problem.B if problem.N is None else problem.N
+            exercise.run(problem, torch.device("cpu"), [own] if exactly else exercise.batches(problem))
     report: list[Warmed] = []
     for jit, kernel_config in seen.values():
         begin = time.perf_counter()
@@ -174,7 +178,8 @@ def _warm(problem: Any, device: torch.device) -> list[Warmed]:
 
         plan = dispatch.plan(problem, devices.of(device))
         _require_gpu("chunk_kda", plan, device)
-        if not bool(torch.isfinite(exercise.run(problem, device)).all()):
+        sequences = exercise.batches(problem) if plan.backend == "sm90" else [1]
+        if not bool(torch.isfinite(exercise.run(problem, device, sequences)).all()):
             raise RuntimeError(f"kernel-fun warmup: chunk_kda gave a value that is not finite for {problem}")
         backend, name = plan.backend, "chunk_kda"
     if device.type == "cuda":

@@ -19,8 +19,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--arch", default="sm_90a", help="target (default: sm_90a)")
     add("--out", type=Path, required=True, metavar="DIR", help="where the kernels go")
-    add("--exactly", action="store_true", help="only what the one call described needs; default: also packed "
-        "sequences, prefill into a cache, and continuing from one")  # fmt: skip
+    add("--exactly", action="store_true", help="only what the one call described needs; default: also other batch "
+        "sizes, packed sequences, prefill into a cache, and continuing from one")  # fmt: skip
 
 
 def run(args: argparse.Namespace, screen: Screen) -> tuple[int, dict[str, Any]]:
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace, screen: Screen) -> tuple[int, dict[str, Any]]:
         inference = replace(described, needs_grad=False, keep=False, wants_ht=True)
         dense = (described, inference, replace(inference, has_h0=True))
         problems = [replace(p, B=1, N=N) for N in (None, 2) for p in dense]
-    report = build(problems, args.arch, args.out)
+    report = build(problems, args.arch, args.out, exactly=args.exactly)
     for entry in report:
         screen.line(str(entry))
     seconds = sum(entry.seconds for entry in report)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +15,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TOKENS = 2 * BT + 2
-"""Three chunks, the last partial. Kernels do not depend on B, T and N."""
+"""Three chunks, the last partial. Kernels do not depend on T."""
+CHAINS = (66, 100, 132, 200, 264, 600)
+"""Sequences times value heads that fill a GPU of 132 SMs by half to four times: what a state scan's form depends on."""
 
 
-def small(problem: Problem) -> Problem:
-    """The problem with as few tokens and sequences as meet every kernel."""
+def small(problem: Problem, sequences: int = 1) -> Problem:
+    """The problem with few tokens, and so many sequences."""
     if problem.N is None:
-        return replace(problem, B=min(max(problem.B, 1), 2), T=TOKENS)
-    return replace(problem, B=1, T=TOKENS, N=2)
+        return replace(problem, B=sequences, T=TOKENS)
+    return replace(problem, B=1, T=TOKENS, N=max(2, sequences))
+
+
+def batches(problem: Problem) -> list[int]:
+    """Numbers of sequences that among them meet every kernel of a head shape."""
+    return sorted({1, *(-(-n // problem.HV) for n in CHAINS)})
 
 
 def arguments(problem: Problem, device: torch.device) -> dict[str, Any]:
@@ -62,14 +70,16 @@ def arguments(problem: Problem, device: torch.device) -> dict[str, Any]:
     }
 
 
-def run(problem: Problem, device: torch.device) -> Tensor:
-    """The call, forward and where a gradient is needed backward, packed with boundaries of either dtype.
-    Returns o."""
-    made = arguments(small(problem), device)
-    o = _run(made, problem.needs_grad)
-    if problem.N is not None:
-        o = _run({**made, "cu_seqlens": made["cu_seqlens"].int()}, problem.needs_grad)
-    return o
+def run(problem: Problem, device: torch.device, sequences: Iterable[int] = (1,)) -> Tensor:
+    """The call with so many sequences, forward and where a gradient is needed backward, packed with boundaries of
+    either dtype. Returns o of the first."""
+    outputs: list[Tensor] = []
+    for n in sequences:
+        made = arguments(small(problem, n), device)
+        outputs.append(_run(made, problem.needs_grad))
+        if problem.N is not None:
+            outputs.append(_run({**made, "cu_seqlens": made["cu_seqlens"].int()}, problem.needs_grad))
+    return outputs[0]
 
 
 def _run(made: dict[str, Any], grad: bool) -> Tensor:
