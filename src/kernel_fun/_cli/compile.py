@@ -19,8 +19,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--arch", default="sm_90a", help="target (default: sm_90a)")
     add("--out", type=Path, required=True, metavar="DIR", help="where the kernels go")
-    add("--exactly", action="store_true", help="only what the one call described needs; default: also other batch "
-        "sizes, packed sequences, prefill into a cache, and continuing from one")  # fmt: skip
+    add("--exactly", action="store_true", help="only what the one call described needs; default: also other "
+        "batches, packed sequences, prefill into a cache, and continuing from one")  # fmt: skip
 
 
 def run(args: argparse.Namespace, screen: Screen) -> tuple[int, dict[str, Any]]:
