@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import start_processes
 
 import kernel_fun
 from kernel_fun._common import support
@@ -54,7 +55,7 @@ def measure(world: int, shapes: Sequence[str], gate: str, candidates: Sequence[s
     with tempfile.TemporaryDirectory() as folder:
         answers = context.SimpleQueue()
         args = (world, str(Path(folder) / "store"), tuple(shapes), gate, tuple(candidates), answers)
-        mp.start_processes(_rank, args, nprocs=world, start_method="spawn")  # raises what a rank raises
+        start_processes(_rank, args, nprocs=world, start_method="spawn")  # raises what a rank raises
         timed, skipped = answers.get()
     device = torch.device("cuda", 0)
     commit, dirty = suite.commit()
@@ -167,18 +168,19 @@ def _step(function: Callable[..., Any], context: Callable[[], Any], inputs: dict
 
 
 def _context(candidate: str, T: int, device: torch.device) -> Any:
-    cu_seqlens = torch.tensor([0, T])
+    cu_seqlens, group = torch.tensor([0, T]), dist.group.WORLD
+    assert group is not None
     if candidate == "fla":
         from fla.ops.cp import build_cp_context  # pyright: ignore
 
         return build_cp_context(  # pyright: ignore
             cu_seqlens.to(device, torch.int32),
-            group=dist.group.WORLD,
+            group=group,
             cu_seqlens_cpu=cu_seqlens.to(torch.int32),
         )
     from kernel_fun.kda import build_cp_context
 
-    return build_cp_context(cu_seqlens, dist.group.WORLD)
+    return build_cp_context(cu_seqlens, group)
 
 
 def _time(step: Step) -> tuple[list[float], list[float]]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 TOKENS = 2 * BT + 2
 """Three chunks, the last partial. Kernels do not depend on T."""
 CHAINS = (66, 100, 132, 200, 264, 600)
-"""Sequences times value heads: half to four times the SMs of a GPU. The form of a state scan depends on them."""
+"""Sequences times value heads, half to four times the SMs of a GPU: state scans have forms for few and many."""
 
 
 def small(problem: Problem, sequences: int = 1) -> Problem:
@@ -71,8 +71,8 @@ def arguments(problem: Problem, device: torch.device) -> dict[str, Any]:
 
 
 def run(problem: Problem, device: torch.device, sequences: Iterable[int] = (1,)) -> Tensor:
-    """The call with so many sequences, forward and where a gradient is needed backward, packed with boundaries
-    of either dtype. Returns o of the first."""
+    """The call with so many sequences, forward and where a gradient is needed backward, packed with bounds of
+    either dtype. Returns o of the first."""
     outputs: list[Tensor] = []
     for n in sequences:
         made = arguments(small(problem, n), device)
