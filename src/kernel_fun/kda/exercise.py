@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 TOKENS = 2 * BT + 2
 """Three chunks, the last partial. Kernels do not depend on T."""
 CHAINS = (66, 100, 132, 200, 264, 600)
-"""Sequences times value heads, half to four times the SMs of a GPU: state scans have forms for few and many."""
+"""Sequences times value heads, half to four times a GPU's SMs: state scans have forms for few and many."""
 
 
 def small(problem: Problem, sequences: int = 1) -> Problem:
