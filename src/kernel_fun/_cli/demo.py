@@ -35,6 +35,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--compare", choices=BACKENDS, metavar="BACKEND",
         help="train with this backend as well, two seeds each: losses, step times and memory "
         "side by side")  # fmt: skip
+    add("--commit", metavar="ID", help="commit of a clean copy that has no git, for what --compare writes")
     add("--device", help="torch device (default: cuda if there is one, else cpu)")
 
 
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace, screen: Screen) -> tuple[int, dict[str, Any]]:
         convolution=args.convolution,
     )  # fmt: skip
     if args.compare:
-        return _compare(options, args.backend, args.compare, screen)
+        return _compare(options, args.backend, args.compare, args.commit, screen)
     demanded = config.KDA_BACKEND.set(args.backend) if args.backend else contextlib.nullcontext()
     with demanded:
         setting = session.prepare(options)
@@ -71,7 +72,9 @@ def run(args: argparse.Namespace, screen: Screen) -> tuple[int, dict[str, Any]]:
     return 130 if result.interrupted else 0, asdict(result)
 
 
-def _compare(options: Options, backend: str | None, other: str, screen: Screen) -> tuple[int, dict[str, Any]]:
+def _compare(
+    options: Options, backend: str | None, other: str, commit: str | None, screen: Screen
+) -> tuple[int, dict[str, Any]]:
     from kernel_fun.demo import compare, session
 
     ours = backend or session.prepare(options).plan.backend
@@ -84,7 +87,7 @@ def _compare(options: Options, backend: str | None, other: str, screen: Screen) 
         advance(done, f"{label}: {_status(history)}")
 
     with screen.progress("training", steps) as advance:
-        found = compare.compare(options, (ours, other), on_step=on_step)
+        found = compare.compare(options, (ours, other), commit=commit, on_step=on_step)
     rows = [
         (
             run.backend,

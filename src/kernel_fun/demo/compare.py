@@ -88,9 +88,13 @@ def compare(
     options: session.Options,
     backends: tuple[str, str],
     *,
+    commit: str | None = None,
     on_step: Callable[[str, train.History], None] = lambda label, history: None,
 ) -> Comparison:
-    """Trains with each backend from `SEEDS` seeds; ValueError if the two are the same."""
+    """Trains with each backend from `SEEDS` seeds; ValueError if the two are the same.
+
+    `commit`: of a clean copy that has no git; a checkout knows its own.
+    """
     if backends[0] == backends[1]:
         raise ValueError(
             f"`--compare` must name another backend than the one compared, got {backends[0]!r} twice"
@@ -102,10 +106,12 @@ def compare(
                 runs.append(_run(replace(options, seed=seed), backend, on_step))
     setting = session.prepare(options)
     recipe = setting.recipe
-    commit, dirty = suite.commit()
+    known, dirty = suite.commit()
+    if known == "unknown" and commit is not None:
+        known, dirty = commit, False
     return Comparison(
         gpu=setting.plan.device.name,
-        commit=commit,
+        commit=known,
         dirty=dirty,
         utc=record.now(),
         versions=kernel_fun.versions(),
