@@ -24,8 +24,8 @@ from kernel_fun.bench import machine, record, suite
 
 from . import kda
 
-REGIMES = ("softplus_random", "init_slow", "bounded")
-LENGTHS = {1: 8, 15: 8, 64: 8, 65: 8, 130: 4, 1000: 4, 8192: 2}
+REGIMES = ("softplus_random", "init_slow", "bounded", "spikes")
+LENGTHS = {1: 8, 15: 8, 16: 8, 63: 8, 64: 8, 65: 8, 130: 4, 1000: 4, 8192: 2}
 """T -> seeds."""
 HEADS = {"H": 32, "HV": 32, "K": 128, "V": 128}
 COLUMNS: tuple[str, ...] = (
@@ -61,7 +61,8 @@ def rows(candidate: str, peer: str, device: torch.device) -> list[dict[str, Any]
 def _add(
     sums: dict[str, list[float]], regime: str, T: int, seed: int, names: tuple[str, str], device: torch.device
 ) -> None:
-    inputs = testing.make_inputs(regime, T=T, dtype=torch.bfloat16, device=str(device), seed=seed, **HEADS)
+    problem: dict[str, Any] = {**HEADS, "dtype": torch.bfloat16, "output_final_state": True}
+    inputs = testing.make_inputs(regime, T=T, device=str(device), seed=seed, **problem)
     upstream = testing.make_upstream(inputs, seed=seed + 1)
     peculiar = {"safe_gate": True} if regime == "bounded" else {}
     outputs: list[dict[str, Any]] = []
