@@ -45,6 +45,7 @@ HOST_ONLY = frozenset(
         "kernel_fun._cute.inspect",
         "kernel_fun._cute.objects",
         "kernel_fun._cute.varlen",
+        "kernel_fun.kda._kernels.sm90.rows",
     }
 )
 """Modules a kernel module imports that leave no trace in its machine code."""

@@ -35,10 +35,10 @@ def traced_by(trace: Callable[[tuple[Any, ...], dict[str, Any]], tuple[bool, Any
     """
 
     def decorate(function: F) -> F:
+        import torch
+
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            import torch
-
             if torch.compiler.is_compiling():
                 traced, results = trace(args, kwargs)
                 return results if traced else torch.compiler.disable(function)(*args, **kwargs)

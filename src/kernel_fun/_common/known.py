@@ -2,7 +2,7 @@
 
 Checks, problem and plan of a call follow from the types, shapes, dtypes and devices of its tensors, from its
 other arguments, the grad mode and the environment's switches. A call that repeats all of these takes the
-answer over.
+answer over, and with it the notes of the calls before it (:mod:`kernel_fun._common.notes`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 from kernel_fun._common import config
 
@@ -21,7 +22,7 @@ Answer = TypeVar("Answer")
 LIMIT = 512
 """Signatures an operation keeps; beyond it all are forgotten, so that ever new sizes keep no memory."""
 
-_PLAIN = (bool, int, float, str, type(None))
+_PLAIN = frozenset({bool, int, float, str, type(None)})
 _all: list[Known[Any]] = []
 
 
@@ -34,25 +35,26 @@ class Known(Generic[Answer]):
         self._answers: dict[Hashable, Answer] = {}
         _all.append(self)
 
-    def signature(self, tensors: Iterable[Any], others: Iterable[Any]) -> Hashable | None:
+    def signature(self, tensors: Iterable[Any], others: tuple[Any, ...]) -> Hashable | None:
         """All that a plan may depend on; None where an argument is not of a plain kind.
 
         ``tensors``: the tensors, each or None, in a fixed order. ``others``: all other arguments, likewise.
         """
-        key: list[Any] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
+        kinds = tuple([type(value) for value in others])  # True is 1, and 1 a number
+        if not _PLAIN.issuperset(kinds):
+            return None
+        key: list[Any] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), kinds, others]
         key += config.words(self._policy)
-        for t in tensors:
-            if t is None:
-                key.append(None)
-            elif isinstance(t, torch.Tensor):
-                key += (type(t), t.shape, t.dtype, t.device, t.requires_grad)
-            else:
-                return None
-        for value in others:
-            kind = type(value)
-            if kind not in _PLAIN:
-                return None
-            key += (kind, value)  # True is 1, and 1 a number
+        try:
+            for t in tensors:
+                if t is None:
+                    key.append(None)
+                elif isinstance(t, Tensor):
+                    key += (type(t), t.shape, t.stride(), t.dtype, t.device, t.requires_grad)
+                else:
+                    return None
+        except RuntimeError:  # a layout without strides
+            return None
         return tuple(key)
 
     def recall(self, signature: Hashable | None) -> Answer | None:

@@ -9,7 +9,7 @@ import importlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from kernel_fun._common import config, support
@@ -102,12 +102,16 @@ class Plan:
 
     def load(self, stage: str) -> Callable[..., Any]:
         """The function that runs a stage."""
-        for choice in self.choices:
-            if choice.stage == stage and choice.impl is not None:
-                module, _, name = choice.impl.target.partition(":")
-                full = f"kernel_fun.{self.family}._kernels.{module}"
-                return getattr(importlib.import_module(full), name)
-        raise KeyError(f"{self.family}: stage {stage!r} is not in the plan for {self.problem}")
+        where = self._places.get(stage)
+        if where is None:
+            raise KeyError(f"{self.family}: stage {stage!r} is not in the plan for {self.problem}")
+        return getattr(_module(where[0]), where[1])
+
+    @cached_property
+    def _places(self) -> dict[str, tuple[str, str]]:
+        """Module and name of the function of each stage."""
+        targets = {c.stage: c.impl.target.partition(":") for c in self.choices if c.impl is not None}
+        return {s: (f"kernel_fun.{self.family}._kernels.{m}", name) for s, (m, _, name) in targets.items()}
 
     def __str__(self) -> str:
         lines = [f"kernel-fun {self.family}: {self.problem} on {self.device.arch} ({self.device.name})"]
@@ -236,6 +240,9 @@ def _elsewhere(
         also = f"; fla: {fla_refusal}" if fla_refusal and cuda else ""
         raise NotImplementedError(f"{family}: {eager_refusal}{also}")
     return "eager", cuda and policy.forced is None
+
+
+_module = lru_cache(maxsize=64)(importlib.import_module)
 
 
 def announce(plan: Plan, op: str) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,11 +27,10 @@ class ChunkKDA(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, plan: Plan, *tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        with _no_autocast(call):
+        with undisturbed(call):
             out = chain.forward(call, plan)
         ctx.call, ctx.plan = call.without_tensors(), plan
-        i = out.intra
-        ctx.save_for_backward(*tensors, *i, out.h, out.v_new)
+        ctx.save_for_backward(*tensors, *out.intra, out.h, out.v_new)
         ctx.set_materialize_grads(False)
         return out.o, out.ht
 
@@ -44,8 +44,8 @@ class ChunkKDA(torch.autograd.Function):
             return (None,) * (2 + n)
         saved = ctx.saved_tensors
         *intra, h, v_new = saved[n:]
-        call = ctx.call.with_tensors(saved[:n])
-        with torch.no_grad(), _no_autocast(call):
+        call = ctx.call.with_tensors(saved[:n], notes=ctx.call.notes.of(*saved, do, dht))
+        with undisturbed(call):
             grads, dh0 = chain.backward(call, ctx.plan, Intra(*intra), do, dht, h, v_new)
         results = (*grads, dh0)
         if torch.is_grad_enabled():
@@ -68,17 +68,28 @@ class _NoDoubleBackward(torch.autograd.Function):
         raise RuntimeError("chunk_kda has no double backward: its gradients cannot be differentiated again")
 
 
-def _no_autocast(call: Call) -> AbstractContextManager[object]:
-    """The op computes in its own dtypes; autocast would narrow its products."""
+def undisturbed(call: Call) -> AbstractContextManager[object]:
+    """No graph is recorded, and the op computes in its own dtypes: autocast would narrow its products."""
     kind = call.q.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+    if torch.is_autocast_enabled(kind):
+        return _computing(kind)
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
+
+
+@contextmanager
+def _computing(kind: str) -> Generator[None]:
+    with torch.no_grad(), torch.autocast(kind, enabled=False):
+        yield
+
+
+_NOTHING = nullcontext()
 
 
 def run(call: Call, plan: Plan) -> Any:
     """Forward with or without a graph. (o, final_state), or a 3-tuple with the chunk states."""
     if plan.problem.needs_grad:
         return ChunkKDA.apply(call, plan, *call.tensors())
-    with torch.no_grad(), _no_autocast(call):
+    with undisturbed(call):
         out = chain.forward(call, plan)
     if not call.return_intermediate_states:
         return out.o, out.ht

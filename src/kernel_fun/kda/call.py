@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kernel_fun._common import check, context_parallel
 from kernel_fun._common.check import ContractError, ContractTypeError
+from kernel_fun._common.notes import Notes
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +23,8 @@ BT = 64
 
 TENSORS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 """Differentiable arguments, in the order their gradients are returned."""
+
+_NO_TENSORS = dict.fromkeys(TENSORS)
 
 KEYWORDS = ("A_log", "dt_bias", "chunk_size", "transpose_state_layout")
 """What chunk_kda reads from its ``**kwargs``."""
@@ -130,6 +133,9 @@ class Call:
     """Under context parallel: what this rank holds of the packed batch."""
     scratch: dict[str, Any] = field(default_factory=dict[str, Any], init=False)
     """What the stages of one pass share, tensors too: every copy of a call begins with none of it."""
+    notes: Notes = field(default_factory=Notes, init=False)
+    """What a backend worked out from the facts of this pass; a copy of a call begins with none, unless whoever
+    makes it knows that its facts are the same."""
 
     @property
     def BT(self) -> int:
@@ -137,20 +143,21 @@ class Call:
         return self.chunk_size if self.return_intermediate_states else BT
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        return tuple(getattr(self, name) for name in TENSORS)
+        return (self.q, self.k, self.v, self.g, self.beta, self.A_log, self.dt_bias, self.initial_state)
 
-    def like(self, **changes: Any) -> Call:
-        """The same call with other values of some fields, already checked."""
+    def like(self, *, notes: Notes | None = None, **changes: Any) -> Call:
+        """The same call with other values of some fields, already checked. ``notes``: those of its facts."""
         other = object.__new__(Call)
-        other.__dict__.update(self.__dict__, **changes, scratch={})
+        own = {"scratch": {}, "notes": Notes() if notes is None else notes}
+        object.__setattr__(other, "__dict__", {**self.__dict__, **changes, **own})
         return other
 
     def without_tensors(self) -> Call:
         """The same call holding none of its differentiable tensors: what a context may keep."""
-        return self.like(**dict.fromkeys(TENSORS), verbatim={})
+        return self.like(notes=self.notes, verbatim={}, **_NO_TENSORS)
 
-    def with_tensors(self, tensors: tuple[Tensor | None, ...]) -> Call:
-        return self.like(**dict(zip(TENSORS, tensors)))
+    def with_tensors(self, tensors: tuple[Tensor | None, ...], notes: Notes | None = None) -> Call:
+        return self.like(notes=notes, **dict(zip(TENSORS, tensors)))
 
     def problem(self) -> Problem:
         import torch

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 from kernel_fun._common import config
-from kernel_fun.kda.stages import BwdGrads, BwdState, FwdIntra, FwdState, Grads, Intra
+from kernel_fun.kda.stages import Grads, Intra
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from kernel_fun._common.plan import Plan
     from kernel_fun.kda.call import Call
+    from kernel_fun.kda.stages import BwdGrads, BwdState, FwdIntra, FwdState
 
 
 class Forward(NamedTuple):
@@ -24,8 +25,8 @@ class Forward(NamedTuple):
 
 def forward(call: Call, plan: Plan) -> Forward:
     """``fwd_intra`` then ``fwd_state``."""
-    fwd_intra = cast(FwdIntra, plan.load("fwd_intra"))
-    fwd_state = cast(FwdState, plan.load("fwd_state"))
+    fwd_intra: FwdIntra = plan.load("fwd_intra")
+    fwd_state: FwdState = plan.load("fwd_state")
     keep = call.return_intermediate_states or (call.disable_recompute and plan.problem.needs_grad)
     intra = fwd_intra(call)
     _settle(call)
@@ -48,8 +49,8 @@ def backward(
 
     The partial sums of dA_log and d dt_bias become gradients in the shape and dtype of their inputs.
     """
-    bwd_state = cast(BwdState, plan.load("bwd_state"))
-    bwd_grads = cast(BwdGrads, plan.load("bwd_grads"))
+    bwd_state: BwdState = plan.load("bwd_state")
+    bwd_grads: BwdGrads = plan.load("bwd_grads")
     scan = bwd_state(call, intra, do, dht, h, v_new)
     _settle(call)
     grads = bwd_grads(call, intra, scan, do)
@@ -65,7 +66,10 @@ def backward(
 def _reduce(partial: Tensor | None, parameter: Tensor | None) -> Tensor | None:
     if partial is None or parameter is None:
         return None
-    return partial.sum(0).reshape(parameter.shape).to(parameter.dtype)
+    total = partial.sum(0)
+    if total.shape != parameter.shape:
+        total = total.reshape(parameter.shape)
+    return total if total.dtype == parameter.dtype else total.to(parameter.dtype)
 
 
 def _settle(call: Call) -> None:

@@ -97,7 +97,7 @@ def forward(*args: Any) -> list[Tensor]:
     a = Arguments(*args)
     call, plan = a.bound()
     announce(plan, "chunk_kda")
-    with torch.no_grad(), autograd._no_autocast(call):
+    with autograd.undisturbed(call):
         out = chain.forward(call, plan)
     i = out.intra
     total = _padded(a, i.total) if _has_total(a) else None
@@ -150,7 +150,7 @@ def backward(do: Tensor | None, dht: Tensor | None, kept: list[Tensor], *args: A
     rest = kept[2:]
     norms = rest[:2] if call.l2norm else (None, None)
     intra = Intra(kept[0], kept[1], norms[0], norms[1], kept[-1] if _has_total(a) else None)
-    with torch.no_grad(), autograd._no_autocast(call):
+    with autograd.undisturbed(call):
         grads, dh0 = chain.backward(call, plan, intra, do, dht, None, None)
     return [
         torch.zeros_like(t, memory_format=torch.contiguous_format) if grad is None else owned(grad)

@@ -25,7 +25,7 @@ import torch
 
 from kernel_fun._common.exchange import Exchange, failing, reduce_over
 from kernel_fun.kda import chain
-from kernel_fun.kda.autograd import _no_autocast, _NoDoubleBackward, intermediate_states
+from kernel_fun.kda.autograd import _NoDoubleBackward, intermediate_states, undisturbed
 from kernel_fun.kda.call import TENSORS, Call
 from kernel_fun.kda.stages import BwdState, FwdIntra, FwdState, Grads, Intra
 
@@ -57,7 +57,7 @@ def run(call: Call, plan: Plan) -> Any:
     """Forward with or without a graph. (o, final_state), or a 3-tuple with the chunk states."""
     if plan.problem.needs_grad:
         return ContextParallelKDA.apply(call, plan, *call.tensors())
-    with torch.no_grad(), _no_autocast(call):
+    with undisturbed(call):
         out, _ = forward(call, plan)
     if not call.return_intermediate_states:
         return out.o, out.ht
@@ -70,7 +70,7 @@ class ContextParallelKDA(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, plan: Plan, *tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        with _no_autocast(call):
+        with undisturbed(call):
             out, carried = forward(call, plan)
         ctx.call, ctx.plan = call.without_tensors(), plan
         ctx.save_for_backward(*tensors, *out.intra, out.h, out.v_new, *carried)
@@ -86,7 +86,7 @@ class ContextParallelKDA(torch.autograd.Function):
         saved = ctx.saved_tensors
         call = ctx.call.with_tensors(saved[:n])
         h, v_new, *carried = saved[m:]
-        with torch.no_grad(), _no_autocast(call):
+        with undisturbed(call):
             grads, dh0 = backward(
                 call, ctx.plan, Intra(*saved[n:m]), Carried(*carried), (do, dht), (h, v_new)
             )

@@ -49,14 +49,13 @@ def recall(signature: Hashable | None, a: dict[str, Any]) -> tuple[Call, Plan] |
     call, plan = found
     kwargs = a["kwargs"] if call.gate != "log" else {}
     return call.like(
-        q=a["q"], k=a["k"], v=a["v"], g=a["g"], beta=a["beta"], initial_state=a["initial_state"],
-        A_log=kwargs.get("A_log"), dt_bias=kwargs.get("dt_bias"), cu_seqlens=a["cu_seqlens"], memo={},
+        notes=call.notes, q=a["q"], k=a["k"], v=a["v"], g=a["g"], beta=a["beta"], A_log=kwargs.get("A_log"),
+        dt_bias=kwargs.get("dt_bias"), initial_state=a["initial_state"], cu_seqlens=a["cu_seqlens"], memo={},
     ), plan  # fmt: skip
 
 
 def keep(signature: Hashable | None, call: Call, plan: Plan) -> None:
     """Remember a signature, if the plan is our own."""
     if plan.backend != "fla" and not call.unknown:
-        KNOWN.keep(
-            signature, (call.like(**dict.fromkeys(TENSORS), cu_seqlens=None, verbatim={}, memo={}), plan)
-        )
+        bare = call.like(notes=call.notes, **dict.fromkeys(TENSORS), cu_seqlens=None, verbatim={}, memo={})
+        KNOWN.keep(signature, (bare, plan))

@@ -22,6 +22,7 @@ from kernel_fun.kda._kernels.eager.decay import whole
 from kernel_fun.kda._kernels.sm90 import bwd_grads as kernel
 from kernel_fun.kda._kernels.sm90 import bwd_grads_phases as phases
 from kernel_fun.kda._kernels.sm90 import bwd_grads_reduce as reduce
+from kernel_fun.testing import poisoned_empty
 
 T, C = kernel.BT, kernel.CHANNELS
 AT = dict(
@@ -311,15 +312,10 @@ def sm90(test):
 
 
 @pytest.fixture
-def poisoned(monkeypatch):
+def poisoned():
     """Whatever is allocated and not written is NaN."""
-    empty = torch.Tensor.new_empty
-
-    def filled(self, *args, **options):
-        x = empty(self, *args, **options)
-        return x.fill_(math.nan) if x.is_floating_point() else x
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", filled)
+    with poisoned_empty():
+        yield
 
 
 def problem(

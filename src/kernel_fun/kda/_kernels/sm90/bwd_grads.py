@@ -44,6 +44,7 @@ it can take no more than two of an item's four turns.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import cutlass
@@ -72,9 +73,21 @@ from kernel_fun.kda._kernels.sm90.bwd_grads_phases import (
     V,
 )
 from kernel_fun.kda._kernels.sm90.bwd_grads_reduce import bwd_grads_reduce
+from kernel_fun.kda._kernels.sm90.chunk_inputs import facts_of, name_of
+from kernel_fun.kda._kernels.sm90.rows import (
+    Rows,
+    flattened,
+    is_contiguous,
+    packed_rows,
+    tma_rows,
+    uninitialised,
+    zeros,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from kernel_fun.kda._kernels.sm90.chunk_inputs import Facts
 
 ARCH = "sm_90a"
 LOAD = Role(8, 4, 24)
@@ -537,6 +550,158 @@ def _compile(config: Config) -> Program:
     )
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What a call's shapes, strides, dtypes and flags decide: the kernel, its rows, the sizes of its results."""
+
+    config: Config
+    inputs: tuple[Rows, Rows, Rows, Rows, Rows, Rows]
+    """Of q, k, v, g, beta and A."""
+    norms: tuple[Rows | None, Rows | None]
+    """Of q_rstd and k_rstd."""
+    upstream: tuple[Rows, Rows, Rows]
+    """Of v_new, dv2 and do."""
+    shares: tuple[int, ...]
+    """[B, T, HV, K], of what the value heads of a query head give to dq and dk."""
+    chunks: tuple[int, int, int]
+    """NT, HV, K."""
+    scalars: tuple[int, int, float, float]
+    """T, CTAs, scale and lower bound, the last arguments of the kernel."""
+    runs: bool
+
+
+@lru_cache(maxsize=4096)
+def prepare(
+    facts: tuple[Facts | None, ...], at: Any, *, scale: float, gate: str, lower_bound: float | None, beta_mode: str,
+    l2norm: bool,
+) -> Plan:  # fmt: skip
+    """Everything about a launch but addresses. ValueError or TypeError names the argument that does not fit."""
+    import torch
+
+    q, k, v, g, beta, A, q_rstd, k_rstd, h, v_new, dh, dv2, do, A_log, dt_bias, table = facts
+    B, T, H, K = q[0]
+    HV, V_ = v[0][2:]
+    NT = B * -(-T // BT) if table is None else table[0][0]
+    io, f32 = q[2], torch.float32
+    for name, x, shape, dtype in (
+        ("k", k, (B, T, H, K), io),
+        ("v", v, (B, T, HV, V_), io),
+        ("g", g, (B, T, HV, K), None),
+        ("beta", beta, (B, T, HV), None),
+        ("A", A, (B, T, HV, BT), io),
+        ("q_rstd", q_rstd, (B, T, H), f32),
+        ("k_rstd", k_rstd, (B, T, H), f32),
+        ("h", h, (NT, HV, K, V_), io),
+        ("v_new", v_new, (B, T, HV, V_), io),
+        ("dh", dh, (NT, HV, K, V_), io),
+        ("dv2", dv2, (B, T, HV, V_), io),
+        ("do", do, (B, T, HV, V_), io),
+        ("A_log", A_log, (HV,), f32),
+        ("dt_bias", dt_bias, (HV * K,), f32),
+        ("table", table, (NT, 4), torch.int32),
+    ):
+        if x is None:
+            continue
+        if tuple(x[0]) != shape:
+            raise ValueError(f"`{name}` must have shape {list(shape)}, got {list(x[0])}")
+        if dtype is not None and x[2] != dtype:
+            raise TypeError(f"`{name}` must be {dtype}, got {x[2]}")
+    for name, x in (("A_log", A_log), ("dt_bias", dt_bias), ("table", table)):
+        if x is not None and not is_contiguous(x):
+            raise ValueError(f"`{name}` must be contiguous, got strides {list(x[1])}")
+    if l2norm != (q_rstd is not None) or l2norm != (k_rstd is not None):
+        raise ValueError("`q_rstd` and `k_rstd` must be given with l2norm and be None without it")
+    if HV % H:
+        raise ValueError(f"`v` must have a multiple of {H} heads, got {HV}")
+    if V_ % BV:
+        raise ValueError(f"`v` must have a multiple of {BV} values, got {V_}")
+    if gate == "bounded" and (lower_bound is None or not lower_bound <= 0.0):
+        raise ValueError(f"`lower_bound` must be a number <= 0 with gate 'bounded', got {lower_bound}")
+    if B * T >= 1 << 31:
+        raise ValueError(f"`q` must have fewer than 2^31 tokens, got {B * T}")
+    config = Config(
+        io=name_of(io),
+        g=name_of(g[2]),
+        beta=name_of(beta[2]),
+        K=K,
+        gate=gate,
+        beta_mode=beta_mode,
+        l2norm=l2norm,
+        has_A_log=A_log is not None,
+        has_dt_bias=dt_bias is not None,
+        packed=table is not None,
+        shared=HV > H,
+    )
+    return Plan(
+        config,
+        inputs=(tma_rows(q), tma_rows(k), tma_rows(v), tma_rows(g), packed_rows(beta), tma_rows(A)),
+        norms=(
+            None if q_rstd is None else packed_rows(q_rstd),
+            None if k_rstd is None else packed_rows(k_rstd),
+        ),
+        upstream=(tma_rows(v_new), tma_rows(dv2), tma_rows(do)),
+        shares=(B, T, HV, K),
+        chunks=(NT, HV, K),
+        scalars=(T, min(NT * HV, device.of(at).sms), scale, lower_bound or 0.0),
+        runs=NT * HV * B * T > 0,
+    )
+
+
+def launch(
+    plan: Plan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A: Tensor,
+    q_rstd: Tensor | None,
+    k_rstd: Tensor | None,
+    h: Tensor,
+    v_new: Tensor,
+    dh: Tensor,
+    dv2: Tensor,
+    do: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    table: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """See :func:`bwd_grads`; on tensors whose facts are those that the plan was prepared from."""
+    import torch
+
+    c, f32 = plan.config, torch.float32
+    like, fresh = (uninitialised, q.new_empty) if table is None else (zeros, q.new_zeros)
+    if c.shared:
+        dq, dk = fresh(plan.shares, dtype=f32), fresh(plan.shares, dtype=f32)
+    else:
+        dq, dk = like(q), like(k)
+    dv, dg, dbeta = like(v), like(g), like(beta)
+    dA = fresh(plan.chunks[:2], dtype=f32) if c.has_A_log else None
+    dbias = fresh(plan.chunks, dtype=f32) if c.has_dt_bias else None
+    if plan.runs:
+        q_norms, k_norms = plan.norms
+        _compile(c)(
+            *map(flattened, (q, k, v, g, beta, A), plan.inputs),
+            None if q_rstd is None else flattened(q_rstd, q_norms),
+            None if k_rstd is None else flattened(k_rstd, k_norms),
+            h.contiguous(),
+            flattened(v_new, plan.upstream[0]),
+            dh.contiguous(),
+            flattened(dv2, plan.upstream[1]),
+            flattened(do, plan.upstream[2]),
+            A_log,
+            dt_bias,
+            table,
+            *(x.flatten(0, 1) for x in (dq, dk, dv, dg, dbeta)),
+            dA,
+            dbias,
+            *plan.scalars,
+        )
+    if c.shared:
+        dq, dk = bwd_grads_reduce(dq, q, q_rstd), bwd_grads_reduce(dk, k, k_rstd)
+    return dq, dk, dv, dg, dbeta, dA, dbias
+
+
 def bwd_grads(
     q: Tensor,
     k: Tensor,
@@ -575,117 +740,9 @@ def bwd_grads(
     dbias_partial [NT, HV, K] fp32 are sums over one chunk each, None where the parameter is; 0 for chunks without tokens.
     Runs on the current stream. ValueError or TypeError for anything outside this.
     """
-    import torch
-
-    B, T, H, K = q.shape
-    HV, V_ = v.shape[2:]
-    NT = B * -(-T // BT) if table is None else table.shape[0]
-    io = q.dtype
-    for name, x, shape, dtype in (
-        ("k", k, (B, T, H, K), io),
-        ("v", v, (B, T, HV, V_), io),
-        ("g", g, (B, T, HV, K), None),
-        ("beta", beta, (B, T, HV), None),
-        ("A", A, (B, T, HV, BT), io),
-        ("q_rstd", q_rstd, (B, T, H), torch.float32),
-        ("k_rstd", k_rstd, (B, T, H), torch.float32),
-        ("h", h, (NT, HV, K, V_), io),
-        ("v_new", v_new, (B, T, HV, V_), io),
-        ("dh", dh, (NT, HV, K, V_), io),
-        ("dv2", dv2, (B, T, HV, V_), io),
-        ("do", do, (B, T, HV, V_), io),
-        ("A_log", A_log, (HV,), torch.float32),
-        ("dt_bias", dt_bias, (HV * K,), torch.float32),
-        ("table", table, (NT, 4), torch.int32),
-    ):
-        if x is None:
-            continue
-        if tuple(x.shape) != shape:
-            raise ValueError(f"`{name}` must have shape {list(shape)}, got {list(x.shape)}")
-        if dtype is not None and x.dtype != dtype:
-            raise TypeError(f"`{name}` must be {dtype}, got {x.dtype}")
-    for name, x in (("A_log", A_log), ("dt_bias", dt_bias), ("table", table)):
-        if x is not None and not x.is_contiguous():
-            raise ValueError(f"`{name}` must be contiguous, got strides {list(x.stride())}")
-    if l2norm != (q_rstd is not None) or l2norm != (k_rstd is not None):
-        raise ValueError("`q_rstd` and `k_rstd` must be given with l2norm and be None without it")
-    if HV % H:
-        raise ValueError(f"`v` must have a multiple of {H} heads, got {HV}")
-    if V_ % BV:
-        raise ValueError(f"`v` must have a multiple of {BV} values, got {V_}")
-    if gate == "bounded" and (lower_bound is None or not lower_bound <= 0.0):
-        raise ValueError(f"`lower_bound` must be a number <= 0 with gate 'bounded', got {lower_bound}")
-    tokens = B * T
-    if tokens >= 1 << 31:
-        raise ValueError(f"`q` must have fewer than 2^31 tokens, got {tokens}")
-    config = Config(
-        io=_name(q),
-        g=_name(g),
-        beta=_name(beta),
-        K=K,
-        gate=gate,
-        beta_mode=beta_mode,
+    given = q, k, v, g, beta, A, q_rstd, k_rstd, h, v_new, dh, dv2, do, A_log, dt_bias, table
+    plan = prepare(
+        facts_of(*given), q.device, scale=scale, gate=gate, lower_bound=lower_bound, beta_mode=beta_mode,
         l2norm=l2norm,
-        has_A_log=A_log is not None,
-        has_dt_bias=dt_bias is not None,
-        packed=table is not None,
-        shared=HV > H,
-    )
-    f32 = torch.float32
-    fresh = q.new_empty if table is None else q.new_zeros
-    empty = lambda x: fresh(x.shape, dtype=x.dtype)
-    if config.shared:
-        dq, dk = (fresh((B, T, HV, K), dtype=f32) for _ in range(2))
-    else:
-        dq, dk = empty(q), empty(k)
-    dv, dg, dbeta = empty(v), empty(g), empty(beta)
-    dA = fresh((NT, HV), dtype=f32) if config.has_A_log else None
-    dbias = fresh((NT, HV, K), dtype=f32) if config.has_dt_bias else None
-    if NT * HV * tokens:
-        flat = lambda x: None if x is None else x.view(tokens, *x.shape[2:])
-        ctas = min(NT * HV, device.of(q.device).sms)
-        _compile(config)(
-            *(_tma_operand(x, tokens) for x in (q, k, v, g)),
-            beta.reshape(tokens, HV).contiguous(),
-            _tma_operand(A, tokens),
-            *(None if x is None else x.reshape(tokens, H).contiguous() for x in (q_rstd, k_rstd)),
-            h.contiguous(),
-            _tma_operand(v_new, tokens),
-            dh.contiguous(),
-            *(_tma_operand(x, tokens) for x in (dv2, do)),
-            A_log,
-            dt_bias,
-            table,
-            *map(flat, (dq, dk, dv, dg, dbeta)),
-            dA,
-            dbias,
-            T,
-            ctas,
-            scale,
-            lower_bound or 0.0,
-        )
-    if config.shared:
-        dq, dk = bwd_grads_reduce(dq, q, q_rstd), bwd_grads_reduce(dk, k, k_rstd)
-    return dq, dk, dv, dg, dbeta, dA, dbias
-
-
-def _name(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
-
-
-def _tma_operand(x: Tensor, tokens: int) -> Tensor:
-    """[B, T, heads, D] as [tokens, heads, D] that TMA can address.
-
-    Copied where its tokens are not equally spaced or its base or strides are not multiples of 16 bytes.
-    """
-    flat = x.reshape(tokens, *x.shape[2:])
-    heads, D = flat.shape[1:]
-    step = 16 // x.element_size()
-    strides = (
-        heads * D if tokens == 1 else flat.stride(0),
-        D if heads == 1 else flat.stride(1),
-        flat.stride(2),
-    )
-    if strides[2] == 1 and strides[0] % step == 0 and strides[1] % step == 0 and flat.data_ptr() % 16 == 0:
-        return flat.as_strided(flat.shape, strides)
-    return flat.new_empty(flat.shape).copy_(flat)
+    )  # fmt: skip
+    return launch(plan, *given)

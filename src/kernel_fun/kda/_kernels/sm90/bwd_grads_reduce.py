@@ -122,19 +122,19 @@ def bwd_grads_reduce(share: Tensor, x: Tensor, rstd: Tensor | None) -> Tensor:
     norms, None where it is not normalised. HV a multiple of H, K 64 or 128. Returns [B, T, H, K] in the dtype of ``x``;
     rows whose shares are not numbers are not numbers.
     """
+    import torch
+
     B, T, H, K = x.shape
     if share.shape[:2] != (B, T) or share.shape[2] % H or share.shape[3] != K:
         raise ValueError(
             f"`share` must have shape [{B}, {T}, a multiple of {H}, {K}], got {list(share.shape)}"
         )
-    out = x.new_empty(x.shape)
-    config = Config(str(x.dtype).removeprefix("torch."), K, rstd is not None)
-    if out.numel():
-        tokens = B * T
-        _compile(config)(
-            share.view(tokens, -1, K),
-            x.reshape(tokens, H, K).contiguous(),
-            None if rstd is None else rstd.reshape(tokens, H).contiguous(),
-            out.view(tokens, H, K),
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if B * T * H:
+        _compile(Config(str(x.dtype).removeprefix("torch."), K, rstd is not None))(
+            share.flatten(0, 1),
+            x.flatten(0, 1).contiguous(),
+            None if rstd is None else rstd.flatten(0, 1).contiguous(),
+            out.flatten(0, 1),
         )
     return out

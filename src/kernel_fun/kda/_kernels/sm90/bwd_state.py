@@ -416,12 +416,14 @@ def _compile(config: Config) -> Program:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a call's shapes, dtypes and flags decide: the kernel, and the shapes of its results."""
+    """What a call's shapes, strides, dtypes and flags decide: the kernel, and the shapes of its results."""
 
     config: Config
     values: tuple[int, ...]
     chunks: tuple[int, ...]
     states: tuple[int, ...]
+    scalars: tuple[float, float]
+    """Scale and lower bound, the last arguments of the kernel."""
     runs: bool
 
 
@@ -430,16 +432,17 @@ NAMES = ("q", "k", "g", "A", "Aqk", "total", "do", "dht")
 
 
 @lru_cache(maxsize=4096)
-def _plan(
-    facts: tuple[Any, ...], gate: str, has_bound: bool, beta_mode: str, l2norm: bool, state_v_first: bool, want_dh0: bool,
+def prepare(
+    facts: tuple[Any, ...], *, scale: float, gate: str, lower_bound: float | None, beta_mode: str, l2norm: bool,
+    state_v_first: bool, want_dh0: bool,
 ) -> Plan:  # fmt: skip
-    """Checks of everything but addresses. ValueError or TypeError names the argument that does not fit."""
+    """Everything about a launch but addresses. ValueError or TypeError names the argument that does not fit."""
     import torch
 
     q, k, g, beta, A, Aqk, q_rstd, k_rstd, total, do, dht, A_log, dt_bias, cu_seqlens, first_chunks = facts
     N, NT = check_chunk_inputs(
         q, k, g, beta, A, Aqk, q_rstd, k_rstd, total, A_log, dt_bias, cu_seqlens, first_chunks,
-        gate=gate, has_bound=has_bound, l2norm=l2norm,
+        gate=gate, has_bound=lower_bound is not None, l2norm=l2norm,
     )  # fmt: skip
     (B, T, _, K), HV = q[0], A[0][2]
     if do is not None:
@@ -463,7 +466,45 @@ def _plan(
         has_dht=dht is not None,
         want_dh0=want_dh0,
     )
-    return Plan(config, (B, T, HV, V), (NT, HV, K, V), states, B * T * HV * V * N > 0)
+    scalars = scale, lower_bound or 0.0
+    return Plan(config, (B, T, HV, V), (NT, HV, K, V), states, scalars, B * T * HV * V * N > 0)
+
+
+def launch(
+    plan: Plan,
+    q: Tensor,
+    k: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A: Tensor,
+    Aqk: Tensor,
+    q_rstd: Tensor | None,
+    k_rstd: Tensor | None,
+    total: Tensor,
+    do: Tensor | None,
+    dht: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    cu_seqlens: Tensor | None,
+    first_chunks: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """See :func:`bwd_state`; on tensors whose facts are those that the plan was prepared from."""
+    import torch
+
+    check_addresses(NAMES, (q, k, g, A, Aqk, total, do, dht))
+    dv2 = (q.new_empty if cu_seqlens is None else q.new_zeros)(plan.values)
+    dh = q.new_empty(plan.chunks)
+    dh0 = q.new_empty(plan.states, dtype=torch.float32) if plan.config.want_dh0 else None
+    if plan.runs:
+        if not plan.config.l2norm:
+            q_rstd = k_rstd = None
+        _compile(plan.config)(
+            q, k, g, beta, A, Aqk, q_rstd, k_rstd, total, do, dht, A_log, dt_bias, cu_seqlens, first_chunks, dh, dv2,
+            dh0, *plan.scalars,
+        )  # fmt: skip
+    elif dh0 is not None:
+        dh0.copy_(dht) if dht is not None else dh0.zero_()
+    return dh, dv2, dh0
 
 
 def bwd_state(
@@ -504,25 +545,11 @@ def bwd_state(
     sequence; with ``want_dh0`` the gradient of the initial state, fp32 in the layout of dht, else None.
     ValueError or TypeError names the argument that does not fit.
     """
-    import torch
-
     if gate == "log":
         A_log = dt_bias = None
-    cu_seqlens, first_chunks = table or (None, None)
-    plan = _plan(
-        facts_of(q, k, g, beta, A, Aqk, q_rstd, k_rstd, total, do, dht, A_log, dt_bias, cu_seqlens, first_chunks),
-        gate, lower_bound is not None, beta_mode, l2norm, state_v_first, want_dh0,
+    given = q, k, g, beta, A, Aqk, q_rstd, k_rstd, total, do, dht, A_log, dt_bias, *(table or (None, None))
+    plan = prepare(
+        facts_of(*given), scale=scale, gate=gate, lower_bound=lower_bound, beta_mode=beta_mode, l2norm=l2norm,
+        state_v_first=state_v_first, want_dh0=want_dh0,
     )  # fmt: skip
-    check_addresses(NAMES, (q, k, g, A, Aqk, total, do, dht))
-    dv2 = (q.new_empty if table is None else q.new_zeros)(plan.values)
-    dh = q.new_empty(plan.chunks)
-    dh0 = q.new_empty(plan.states, dtype=torch.float32) if want_dh0 else None
-    if plan.runs:
-        rstds = (q_rstd, k_rstd) if l2norm else (None, None)
-        _compile(plan.config)(
-            q, k, g, beta, A, Aqk, *rstds, total, do, dht, A_log, dt_bias, cu_seqlens, first_chunks, dh, dv2, dh0,
-            scale, lower_bound or 0.0,
-        )  # fmt: skip
-    elif dh0 is not None:
-        dh0.copy_(dht) if dht is not None else dh0.zero_()
-    return dh, dv2, dh0
+    return launch(plan, *given)

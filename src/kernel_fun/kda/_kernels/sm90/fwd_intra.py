@@ -57,9 +57,12 @@ from kernel_fun._cute.pipe import thread_again
 from kernel_fun._cute.tile import SMEM_BYTES, Tile, tma_parts
 from kernel_fun._cute.warp import load2, load4, matrices, mma, pack, product, select, store2, store4, unpack
 from kernel_fun.kda._kernels.sm90.chunk_inputs import facts_of
+from kernel_fun.kda._kernels.sm90.rows import Rows, flattened, packed_rows, tma_rows
 
 if TYPE_CHECKING:
     from torch import Tensor, device
+
+    from kernel_fun.kda._kernels.sm90.chunk_inputs import Facts
 
 ARCH = "sm_90a"
 BT = 64
@@ -895,20 +898,26 @@ def _compile(config: Config) -> Program:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a call's shapes, dtypes and flags decide: the kernel, and the sizes of its results."""
+    """What a call's shapes, strides, dtypes and flags decide: the kernel, its rows, the sizes of its results."""
 
     config: Config
-    sizes: tuple[int, int, int, int, int]
-    """B, T, H, HV, K."""
-    NT: int
-    CTAs: int
+    rows: tuple[Rows, Rows, Rows, Rows]
+    """Of q, k, g and beta."""
+    square: tuple[int, ...]
+    """[B, T, HV, BT], of A and Aqk."""
+    norms: tuple[int, ...]
+    totals: tuple[int, ...]
+    scalars: tuple[int, float, float, int]
+    """T, scale, lower bound and CTAs, the last arguments of the kernel."""
+    runs: bool
 
 
 @lru_cache(maxsize=4096)
-def _plan(
-    facts: tuple[Any, ...], gate: str, lower_bound: float | None, beta_mode: str, l2norm: bool, at: device
-) -> Plan:
-    """Checks of everything but addresses. ValueError or TypeError names the argument that does not fit."""
+def prepare(
+    facts: tuple[Facts | None, ...], at: device, *, scale: float, gate: str, lower_bound: float | None,
+    beta_mode: str, l2norm: bool,
+) -> Plan:  # fmt: skip
+    """Everything about a launch but addresses. ValueError or TypeError names the argument that does not fit."""
     import torch
 
     q, k, g, beta, A_log, dt_bias, table = facts
@@ -938,7 +947,55 @@ def _plan(
         A_log is not None, dt_bias is not None, table is not None,
     )  # fmt: skip
     NT = B * -(-T // BT) if table is None else table[0][0]
-    return Plan(config, (B, T, H, HV, K), NT, config.resources().ctas_per_sm * of(at).sms)
+    return Plan(
+        config,
+        rows=(tma_rows(q), tma_rows(k), tma_rows(g), packed_rows(beta)),
+        square=(B, T, HV, BT),
+        norms=(B, T, H),
+        totals=(NT, HV, K),
+        scalars=(T, scale, lower_bound or 0.0, config.resources().ctas_per_sm * of(at).sms),
+        runs=NT * HV * B * T > 0,
+    )
+
+
+def launch(
+    plan: Plan,
+    q: Tensor,
+    k: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    table: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
+    """See :func:`fwd_intra`; on tensors whose facts are those that the plan was prepared from."""
+    import torch
+
+    A = q.new_empty(plan.square)
+    Aqk = torch.empty_like(A)
+    q_rstd = k_rstd = None
+    if plan.config.l2norm:
+        q_rstd = q.new_empty(plan.norms, dtype=torch.float32)
+        k_rstd = torch.empty_like(q_rstd)
+    total = q.new_empty(plan.totals, dtype=torch.float32)
+    if plan.runs:
+        q_rows, k_rows, g_rows, beta_rows = plan.rows
+        _compile(plan.config)(
+            flattened(q, q_rows),
+            flattened(k, k_rows),
+            flattened(g, g_rows),
+            flattened(beta, beta_rows),
+            A_log,
+            dt_bias,
+            table,
+            A.flatten(0, 1),
+            Aqk.flatten(0, 1),
+            None if q_rstd is None else q_rstd.flatten(0, 1),
+            None if k_rstd is None else k_rstd.flatten(0, 1),
+            total,
+            *plan.scalars,
+        )
+    return A, Aqk, q_rstd, k_rstd, total
 
 
 def fwd_intra(
@@ -969,55 +1026,9 @@ def fwd_intra(
     ``table``, of which those without tokens are not written. Runs on the current stream of the device.
     ValueError or TypeError for anything outside this.
     """
-    import torch
-
-    plan = _plan(
-        facts_of(q, k, g, beta, A_log, dt_bias, table), gate, lower_bound, beta_mode, l2norm, q.device
-    )
-    (B, T, H, HV, K), NT, new = plan.sizes, plan.NT, q.new_empty
-    tokens = B * T
-    A, Aqk = new((B, T, HV, BT)), new((B, T, HV, BT))
-    rstds = new((2, B, T, H), dtype=torch.float32).unbind(0) if l2norm else (None, None)
-    total = new((NT, HV, K), dtype=torch.float32)
-    if NT * HV * tokens:
-        flat = (tokens, HV, BT)
-        _compile(plan.config)(
-            _tma_operand(q),
-            _tma_operand(k),
-            _tma_operand(g),
-            beta.detach().reshape(tokens, HV).contiguous(),
-            A_log,
-            dt_bias,
-            table,
-            A.view(flat),
-            Aqk.view(flat),
-            *(None if x is None else x.view(tokens, H) for x in rstds),
-            total,
-            T,
-            scale,
-            lower_bound or 0.0,
-            plan.CTAs,
-        )
-    return A, Aqk, *rstds, total
-
-
-def _tma_operand(x: Tensor) -> Tensor:
-    """[B, T, heads, D] as [tokens, heads, D] that TMA can address.
-
-    Copied where its tokens are not equally spaced or its base or strides are not multiples of 16 bytes.
-    """
-    if x.requires_grad:
-        x = x.detach()
-    B, T, heads, D = x.shape
-    if x.is_contiguous() and not (x.data_ptr() % 16 or 1 in (B * T, heads)):
-        return x.view(B * T, heads, D)
-    tokens = B * T
-    flat = x.reshape(tokens, heads, D)
-    strides = flat.stride()
-    if tokens == 1 or heads == 1:  # the stride of a size 1 says nothing
-        strides = (heads * D if tokens == 1 else strides[0], D if heads == 1 else strides[1], strides[2])
-        flat = flat.as_strided(flat.shape, strides)
-    step = 16 // x.element_size()
-    if strides[2] == 1 and not (strides[0] % step or strides[1] % step or flat.data_ptr() % 16):
-        return flat
-    return flat.new_empty(flat.shape).copy_(flat)
+    given = q, k, g, beta, A_log, dt_bias, table
+    plan = prepare(
+        facts_of(*given), q.device, scale=scale, gate=gate, lower_bound=lower_bound, beta_mode=beta_mode,
+        l2norm=l2norm,
+    )  # fmt: skip
+    return launch(plan, *given)

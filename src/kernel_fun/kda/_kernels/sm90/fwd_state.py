@@ -60,6 +60,7 @@ from kernel_fun.kda._kernels.sm90.chunk_inputs import (
     v_tile,
 )
 from kernel_fun.kda._kernels.sm90.operands import BT, ROWS, STATE_BARRIER, Builder, Chain, ScanConfig
+from kernel_fun.kda._kernels.sm90.rows import uninitialised, zeros
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -464,11 +465,13 @@ def _compile(config: Config) -> Program:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a call's shapes, dtypes and flags decide: the kernel, and the states' shape and number."""
+    """What a call's shapes, strides, dtypes and flags decide: the kernel, and the shapes of its results."""
 
     config: Config
     states: tuple[int, ...]
-    NT: int
+    chunks: tuple[int, ...]
+    scalars: tuple[float, float]
+    """Scale and lower bound, the last arguments of the kernel."""
     runs: bool
 
 
@@ -477,17 +480,17 @@ NAMES = ("q", "k", "v", "g", "A", "Aqk", "total", "h0")
 
 
 @lru_cache(maxsize=4096)
-def _plan(
-    facts: tuple[Any, ...], gate: str, has_bound: bool, beta_mode: str, l2norm: bool, state_v_first: bool,
-    want_o: bool, want_ht: bool, want_h: bool, want_v_new: bool,
+def prepare(
+    facts: tuple[Any, ...], *, scale: float, gate: str, lower_bound: float | None, beta_mode: str, l2norm: bool,
+    state_v_first: bool, want_ht: bool, want_h: bool, want_v_new: bool, want_o: bool,
 ) -> Plan:  # fmt: skip
-    """Checks of everything but addresses. ValueError or TypeError names the argument that does not fit."""
+    """Everything about a launch but addresses. ValueError or TypeError names the argument that does not fit."""
     import torch
 
     q, k, v, g, beta, A, Aqk, q_rstd, k_rstd, total, h0, A_log, dt_bias, cu_seqlens, first_chunks = facts
     N, NT = check_chunk_inputs(
         q, k, g, beta, A, Aqk, q_rstd, k_rstd, total, A_log, dt_bias, cu_seqlens, first_chunks,
-        gate=gate, has_bound=has_bound, l2norm=l2norm,
+        gate=gate, has_bound=lower_bound is not None, l2norm=l2norm,
     )  # fmt: skip
     (B, T, _, K), HV, V = q[0], A[0][2], v[0][-1]
     check("v", v, (B, T, HV, V), (q[2],), 16)
@@ -506,12 +509,52 @@ def _plan(
         want_h=want_h,
         want_v_new=want_v_new,
     )
-    return Plan(config, states, NT, B * T * HV * V * N > 0)
+    scalars = scale, lower_bound or 0.0
+    return Plan(config, states, (NT, HV, K, V), scalars, B * T * HV * V * N > 0)
 
 
 def _v_tile(chains: int, V: int, *, wide: bool) -> int:
     """BV from counts alone; ``wide``: fp32 g, o and kept states together leave no room for 128."""
     return 64 if wide else v_tile(chains, V)
+
+
+def launch(
+    plan: Plan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A: Tensor,
+    Aqk: Tensor,
+    q_rstd: Tensor | None,
+    k_rstd: Tensor | None,
+    total: Tensor,
+    h0: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    cu_seqlens: Tensor | None,
+    first_chunks: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """See :func:`fwd_state`; on tensors whose facts are those that the plan was prepared from."""
+    import torch
+
+    check_addresses(NAMES, (q, k, v, g, A, Aqk, total, h0))
+    config, output = plan.config, uninitialised if cu_seqlens is None else zeros
+    o = output(v) if config.want_o else None
+    v_new = output(v) if config.want_v_new else None
+    ht = v.new_empty(plan.states, dtype=torch.float32) if config.want_ht else None
+    h = v.new_empty(plan.chunks) if config.want_h else None
+    if plan.runs:
+        if not config.l2norm:
+            q_rstd = k_rstd = None
+        _compile(config)(
+            q if config.want_o else None, k, v, g, beta, A, Aqk if config.want_o else None, q_rstd, k_rstd, total, h0,
+            A_log, dt_bias, cu_seqlens, first_chunks, o, ht, h, v_new, *plan.scalars,
+        )  # fmt: skip
+    elif ht is not None:
+        ht.copy_(h0) if h0 is not None else ht.zero_()
+    return o, ht, h, v_new
 
 
 def fwd_state(
@@ -555,27 +598,11 @@ def fwd_state(
     written); v_new ``[B, T, HV, V]`` io. Those not wanted are None; one of o, h, v_new must be. ValueError or
     TypeError names the argument that does not fit.
     """
-    import torch
-
     if gate == "log":
         A_log = dt_bias = None
-    cu_seqlens, first_chunks = table or (None, None)
-    plan = _plan(
-        facts_of(q, k, v, g, beta, A, Aqk, q_rstd, k_rstd, total, h0, A_log, dt_bias, cu_seqlens, first_chunks),
-        gate, lower_bound is not None, beta_mode, l2norm, state_v_first, want_o, want_ht, want_h, want_v_new,
+    given = q, k, v, g, beta, A, Aqk, q_rstd, k_rstd, total, h0, A_log, dt_bias, *(table or (None, None))
+    plan = prepare(
+        facts_of(*given), scale=scale, gate=gate, lower_bound=lower_bound, beta_mode=beta_mode, l2norm=l2norm,
+        state_v_first=state_v_first, want_ht=want_ht, want_h=want_h, want_v_new=want_v_new, want_o=want_o,
     )  # fmt: skip
-    check_addresses(NAMES, (q, k, v, g, A, Aqk, total, h0))
-    config, output = plan.config, v.new_empty if table is None else v.new_zeros
-    o = output(v.shape) if want_o else None
-    v_new = output(v.shape) if want_v_new else None
-    ht = v.new_empty(plan.states, dtype=torch.float32) if want_ht else None
-    h = v.new_empty((plan.NT, *A.shape[2:3], config.K, v.shape[3])) if want_h else None
-    if plan.runs:
-        rstds = (q_rstd, k_rstd) if l2norm else (None, None)
-        _compile(config)(
-            q if want_o else None, k, v, g, beta, A, Aqk if want_o else None, *rstds, total, h0, A_log, dt_bias,
-            cu_seqlens, first_chunks, o, ht, h, v_new, scale, lower_bound or 0.0,
-        )  # fmt: skip
-    elif ht is not None:
-        ht.copy_(h0) if h0 is not None else ht.zero_()
-    return o, ht, h, v_new
+    return launch(plan, *given)

@@ -17,6 +17,8 @@ from kernel_fun.kda._kernels.sm90 import bwd_grads as grads_kernel
 from kernel_fun.kda._kernels.sm90 import bwd_state as reverse_kernel
 from kernel_fun.kda._kernels.sm90 import fwd_intra as intra_kernel
 from kernel_fun.kda._kernels.sm90 import fwd_state as state_kernel
+from kernel_fun.kda._kernels.sm90.chunk_inputs import facts_of
+from kernel_fun.kda._kernels.sm90.rows import TMA_BYTES
 from kernel_fun.kda.stages import Grads, Intra, ReverseScan, Scan
 
 if TYPE_CHECKING:
@@ -28,8 +30,12 @@ if TYPE_CHECKING:
 def fwd_intra(call: Call) -> Intra:
     """See :class:`kernel_fun.kda.stages.FwdIntra`."""
     q, k, _, g, beta = _inputs(call)
-    A_log, dt_bias = _parameters(call)
-    return Intra(*intra_kernel.fwd_intra(q, k, g, beta, A_log, dt_bias, _chunks(call), **_forms(call)))
+    A_log, dt_bias, _ = _parameters(call)
+    given = q, k, g, beta, A_log, dt_bias, _chunks(call)
+    plan = call.notes.get("fwd_intra")
+    if plan is None:
+        plan = call.notes["fwd_intra"] = intra_kernel.prepare(facts_of(*given), q.device, **_forms(call))
+    return Intra(*intra_kernel.launch(plan, *given))
 
 
 def fwd_state(call: Call, intra: Intra, *, keep: bool) -> Scan:
@@ -38,16 +44,17 @@ def fwd_state(call: Call, intra: Intra, *, keep: bool) -> Scan:
 
 
 def _scan(call: Call, intra: Intra, *, wants_ht: bool, keep: bool, wants_o: bool = True) -> Scan:
-    assert intra.total is not None
-    q, k, v, g, beta = _inputs(call)
-    A_log, dt_bias = _parameters(call)
+    A_log, _, dt_bias = _parameters(call)
     h0 = None if call.initial_state is None else call.initial_state.detach().contiguous()
-    found = state_kernel.fwd_state(
-        q, k, v, g, beta, intra.A, intra.Aqk, intra.q_rstd, intra.k_rstd, intra.total, h0,
-        A_log, _by_head(dt_bias, call), _sequences(call),
-        state_v_first=call.state_v_first, want_ht=wants_ht, want_h=keep, want_v_new=keep, want_o=wants_o, **_forms(call),
-    )  # fmt: skip
-    return Scan(*found)
+    given = *_inputs(call), *intra, h0, A_log, dt_bias, *_sequences(call)
+    wanted = "fwd_state", wants_o, wants_ht, keep
+    plan = call.notes.get(wanted)
+    if plan is None:
+        plan = call.notes[wanted] = state_kernel.prepare(
+            facts_of(*given), state_v_first=call.state_v_first, want_ht=wants_ht, want_h=keep, want_v_new=keep,
+            want_o=wants_o, **_forms(call),
+        )  # fmt: skip
+    return Scan(*state_kernel.launch(plan, *given))
 
 
 def bwd_state(
@@ -64,28 +71,38 @@ def bwd_state(
         h, v_new = rescan.h, rescan.v_new
         assert h is not None
         assert v_new is not None
-    assert intra.total is not None
     q, k, _, g, beta = _inputs(call)
-    A_log, dt_bias = _parameters(call)
-    dh, dv2, dh0 = reverse_kernel.bwd_state(
-        q, k, g, beta, intra.A, intra.Aqk, intra.q_rstd, intra.k_rstd, intra.total,
-        None if do is None else _addressable(do), None if dht is None else dht.contiguous(),
-        A_log, _by_head(dt_bias, call), _sequences(call),
-        state_v_first=call.state_v_first, want_dh0=call.initial_state is not None, **_forms(call),
+    A_log, _, dt_bias = _parameters(call)
+    given = (
+        q, k, g, beta, *intra, None if do is None else _upstream(do, call), None if dht is None else dht.contiguous(),
+        A_log, dt_bias, *_sequences(call),
     )  # fmt: skip
-    return ReverseScan(dh, dv2, dh0, h, v_new)
+    plan = call.notes.get("bwd_state")
+    if plan is None:
+        plan = call.notes["bwd_state"] = reverse_kernel.prepare(
+            facts_of(*given), state_v_first=call.state_v_first, want_dh0=call.initial_state is not None,
+            **_forms(call),
+        )  # fmt: skip
+    return ReverseScan(*reverse_kernel.launch(plan, *given), h, v_new)
 
 
 def bwd_grads(call: Call, intra: Intra, scan: ReverseScan, do: Tensor | None) -> Grads:
     """See :class:`kernel_fun.kda.stages.BwdGrads`."""
     q, k, v, g, beta = _inputs(call)
-    A_log, dt_bias = _parameters(call)
-    dO = torch.zeros_like(scan.dv2) if do is None else _addressable(do)
-    dq, dk, dv, dg, dbeta, dA_log, ddt_bias = grads_kernel.bwd_grads(
-        q, k, v, g, beta, intra.A, intra.q_rstd, intra.k_rstd, scan.h, scan.v_new, scan.dh, scan.dv2, dO,
-        A_log, dt_bias, _chunks(call), **_forms(call),
+    A_log, dt_bias, _ = _parameters(call)
+    given = (
+        q, k, v, g, beta, intra.A, intra.q_rstd, intra.k_rstd, scan.h, scan.v_new, scan.dh, scan.dv2,
+        torch.zeros_like(scan.dv2) if do is None else _upstream(do, call), A_log, dt_bias, _chunks(call),
     )  # fmt: skip
-    return Grads(dq, dk, dv, dg.to(call.g.dtype), dbeta.to(call.beta.dtype), dA_log, ddt_bias)
+    plan = call.notes.get("bwd_grads")
+    if plan is None:
+        plan = call.notes["bwd_grads"] = grads_kernel.prepare(facts_of(*given), q.device, **_forms(call))
+    dq, dk, dv, dg, dbeta, dA_log, ddt_bias = grads_kernel.launch(plan, *given)
+    if dg.dtype != call.g.dtype:
+        dg = dg.to(call.g.dtype)
+    if dbeta.dtype != call.beta.dtype:
+        dbeta = dbeta.to(call.beta.dtype)
+    return Grads(dq, dk, dv, dg, dbeta, dA_log, ddt_bias)
 
 
 def _forms(call: Call) -> dict[str, Any]:
@@ -99,30 +116,55 @@ def _forms(call: Call) -> dict[str, Any]:
 
 
 def _inputs(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v, g, beta as TMA and the kernels read them; worked out once a pass."""
+    """q, k, v, g, beta as TMA and the kernels read them, outside any graph; worked out once a pass."""
     found = call.scratch.get("inputs")
     if found is None:
-        q, k, v, g = (_addressable(_readable(x, call)) for x in (call.q, call.k, call.v, call.g))
-        found = call.scratch["inputs"] = q, k, v, g, _readable(call.beta, call).contiguous()
+        given = call.q, call.k, call.v, call.g, call.beta
+        plain = call.notes.get("plain inputs")
+        if plain is None:
+            plain = call.notes["plain inputs"] = tuple([_is_plain(x, call) for x in given])
+        q, k, v, g, beta = [x.detach() if x.requires_grad else x for x in given]
+        found = call.scratch["inputs"] = (
+            q if plain[0] and not q.data_ptr() % TMA_BYTES else _addressable(_readable(q, call)),
+            k if plain[1] and not k.data_ptr() % TMA_BYTES else _addressable(_readable(k, call)),
+            v if plain[2] and not v.data_ptr() % TMA_BYTES else _addressable(_readable(v, call)),
+            g if plain[3] and not g.data_ptr() % TMA_BYTES else _addressable(_readable(g, call)),
+            _readable(beta, call).contiguous(),
+        )
     return found
 
 
-def _parameters(call: Call) -> tuple[Tensor | None, Tensor | None]:
-    """A_log ``[HV]`` and dt_bias ``[HV K]`` in float32; worked out once a pass."""
+def _is_plain(x: Tensor, call: Call) -> bool:
+    """Whether an input has a dtype and strides to be read where it lies."""
+    return x.dtype in (call.q.dtype, torch.float32) and _has_tma_strides(x)
+
+
+def _upstream(do: Tensor, call: Call) -> Tensor:
+    """The gradient of o as TMA reads it; worked out once a pass."""
+    given, found = call.scratch.get("do", (None, None))
+    if given is not do or found is None:
+        found = _addressable(do)
+        call.scratch["do"] = do, found
+    return found
+
+
+def _parameters(call: Call) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """A_log ``[HV]``, dt_bias ``[HV K]`` and ``[HV, K]`` in float32; worked out once a pass."""
     found = call.scratch.get("parameters")
     if found is None:
-        found = call.scratch["parameters"] = _flat(call.A_log), _flat(call.dt_bias)
+        A_log, dt_bias = _flat(call.A_log), _flat(call.dt_bias)
+        by_head = None if dt_bias is None else dt_bias.view(call.g.shape[2:])
+        found = call.scratch["parameters"] = A_log, dt_bias, by_head
     return found
 
 
 def _flat(parameter: Tensor | None) -> Tensor | None:
     if parameter is None:
         return None
-    return parameter.detach().to(torch.float32).reshape(-1).contiguous()
-
-
-def _by_head(dt_bias: Tensor | None, call: Call) -> Tensor | None:
-    return None if dt_bias is None else dt_bias.view(call.g.shape[2:])
+    x = parameter.detach() if parameter.requires_grad else parameter
+    if x.dtype == torch.float32 and x.dim() == 1 and x.is_contiguous():
+        return x
+    return x.to(torch.float32).reshape(-1).contiguous()
 
 
 def _chunks(call: Call) -> Tensor | None:
@@ -130,9 +172,9 @@ def _chunks(call: Call) -> Tensor | None:
     return None if call.cu_seqlens is None else _tables(call.cu_seqlens, call)[1]
 
 
-def _sequences(call: Call) -> tuple[Tensor, Tensor] | None:
+def _sequences(call: Call) -> tuple[Tensor | None, Tensor | None]:
     """Boundaries of a packed call, and the first chunk of each sequence."""
-    return None if call.cu_seqlens is None else (call.cu_seqlens, _tables(call.cu_seqlens, call)[0])
+    return (None, None) if call.cu_seqlens is None else (call.cu_seqlens, _tables(call.cu_seqlens, call)[0])
 
 
 def _tables(cu_seqlens: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -144,16 +186,18 @@ def _tables(cu_seqlens: Tensor, call: Call) -> tuple[Tensor, Tensor]:
 
 
 def _readable(x: Tensor, call: Call) -> Tensor:
-    """An input in a dtype the kernels read, that of q or float32, outside any graph."""
-    if x.requires_grad:
-        x = x.detach()
+    """An input in a dtype the kernels read, that of q or float32."""
     return x if x.dtype == call.q.dtype or x.dtype == torch.float32 else x.float()
 
 
 def _addressable(x: Tensor) -> Tensor:
     """The tensor, or a copy where its last dimension is not contiguous or TMA cannot take its strides."""
-    *steps, last = x.stride()
-    elements = 16 // x.element_size()
-    if last == 1 and not x.data_ptr() % 16 and not any([step % elements for step in steps]):
+    if _has_tma_strides(x) and not x.data_ptr() % TMA_BYTES:
         return x
     return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def _has_tma_strides(x: Tensor) -> bool:
+    *steps, last = x.stride()
+    elements = TMA_BYTES // x.element_size()
+    return last == 1 and not any([step % elements for step in steps])
