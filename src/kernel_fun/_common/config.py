@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -41,12 +41,21 @@ class Switch:
 
     def on(self) -> bool:
         """Is a yes-or-no switch on? ValueError for a word that is neither."""
-        word = (self.default if words((self,)) == _UNSET else self.read()).lower()
-        if word in ("", "0", "false", "off", "no"):
-            return False
-        if word in ("1", "true", "on", "yes"):
-            return True
-        raise ValueError(f"{self.name} must be 0 or 1, got {word!r}")
+        if words((self,)) == _UNSET:
+            return self._on_unset
+        return _is_yes(self.name, self.read())
+
+    @cached_property
+    def _on_unset(self) -> bool:
+        return _is_yes(self.name, self.default)
+
+
+def _is_yes(name: str, word: str) -> bool:
+    if word.lower() in ("1", "true", "on", "yes"):
+        return True
+    if word.lower() in ("", "0", "false", "off", "no"):
+        return False
+    raise ValueError(f"{name} must be 0 or 1, got {word.lower()!r}")
 
 
 DISABLE = Switch("KERNEL_FUN_DISABLE", "0", "1: no GPU backend of any family serves a call")
@@ -122,8 +131,9 @@ def words(switches: tuple[Switch, ...]) -> tuple[Any, ...]:
 
     From the dictionary behind ``os.environ``, where a look at a name that is not set costs a twentieth.
     """
-    held: Mapping[Any, Any] | None = getattr(os.environ, "_data", None)
-    if held is None:
+    try:
+        held = os.environ._data  # pyright: ignore
+    except AttributeError:  # put in place of os.environ
         return tuple([os.environ.get(switch.name) for switch in switches])
     return tuple([held.get(switch.key) for switch in switches])
 

@@ -1,6 +1,6 @@
 """What a backend worked out for a pass, for the next pass with the same facts to take over.
 
-The facts of a pass are the shapes, strides, dtypes and devices of the tensors that enter it, and its flags.
+The facts of a pass are the shapes, strides and dtypes of the tensors that enter it, and its flags.
 Which kernels it launches, with what sizes and into what memory, follows from them; where a tensor begins does
 not.
 """
@@ -27,14 +27,8 @@ class Notes(dict[Any, Any]):
         self._others: dict[Hashable, Notes] = {}
 
     def of(self, *tensors: Tensor | None) -> Notes:
-        """The notes of a pass that begins where this one ended, and reads these tensors."""
-        key: list[Any] = []
-        for t in tensors:
-            if t is None:
-                key.append(None)
-            else:
-                key += (t.shape, t.stride(), t.dtype, t.device)
-        facts = tuple(key)
+        """The notes of a pass that begins where this one ended, and reads these tensors, on its device."""
+        facts = tuple([None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors])
         found = self._others.get(facts)
         if found is None:
             if len(self._others) >= FEW:

@@ -11,6 +11,7 @@ Row r of the table is chunk r - first[s] of the last sequence s with first[s] <=
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import cutlass
@@ -21,7 +22,7 @@ from kernel_fun._cute.compile import Program, jit, symbol, tensor
 from kernel_fun._cute.varlen import chunk_bound
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, dtype
 
 ARCH = "sm_90a"
 BT = 64
@@ -143,5 +144,10 @@ def chunk_tables(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     table = cu_seqlens.new_empty((chunk_bound(tokens, N), 4), dtype=torch.int32)
     if N == 0:
         return first.zero_(), table.zero_()
-    _compile(Config(str(cu_seqlens.dtype).removeprefix("torch.")))(cu_seqlens.contiguous(), first, table)
+    _compile(_config(cu_seqlens.dtype))(cu_seqlens.contiguous(), first, table)
     return first, table
+
+
+@lru_cache(maxsize=8)
+def _config(index: dtype) -> Config:
+    return Config(str(index).removeprefix("torch."))

@@ -134,8 +134,8 @@ class Call:
     scratch: dict[str, Any] = field(default_factory=dict[str, Any], init=False)
     """What the stages of one pass share, tensors too: every copy of a call begins with none of it."""
     notes: Notes = field(default_factory=Notes, init=False)
-    """What a backend worked out from the facts of this pass; a copy of a call begins with none, unless whoever
-    makes it knows that its facts are the same."""
+    """What a backend worked out from the facts of this pass; a copy of a call begins with none, unless it is
+    made with those of the same facts."""
 
     @property
     def BT(self) -> int:

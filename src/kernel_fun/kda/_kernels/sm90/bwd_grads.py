@@ -692,7 +692,7 @@ def launch(
             A_log,
             dt_bias,
             table,
-            *(x.flatten(0, 1) for x in (dq, dk, dv, dg, dbeta)),
+            *[x.flatten(0, 1) for x in (dq, dk, dv, dg, dbeta)],
             dA,
             dbias,
             *plan.scalars,

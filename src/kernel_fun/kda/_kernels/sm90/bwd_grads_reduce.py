@@ -13,6 +13,7 @@ Maths, per token t and query head h, value heads i = h G .. h G + G - 1:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import cutlass
@@ -22,7 +23,7 @@ from kernel_fun._cute.compile import DTYPES, Program, jit, symbol, tensor
 from kernel_fun._cute.warp import select
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, dtype
 
 ARCH = "sm_90a"
 THREADS = 256
@@ -115,6 +116,11 @@ def _compile(config: Config) -> Program:
     )
 
 
+@lru_cache(maxsize=64)
+def _config(io: dtype, K: int, l2norm: bool) -> Config:
+    return Config(str(io).removeprefix("torch."), K, l2norm)
+
+
 def bwd_grads_reduce(share: Tensor, x: Tensor, rstd: Tensor | None) -> Tensor:
     """Gradient of ``x`` (q or k) from the shares of its value heads: of the normalised x, times the reciprocal norm.
 
@@ -131,7 +137,7 @@ def bwd_grads_reduce(share: Tensor, x: Tensor, rstd: Tensor | None) -> Tensor:
         )
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if B * T * H:
-        _compile(Config(str(x.dtype).removeprefix("torch."), K, rstd is not None))(
+        _compile(_config(x.dtype, K, rstd is not None))(
             share.flatten(0, 1),
             x.flatten(0, 1).contiguous(),
             None if rstd is None else rstd.flatten(0, 1).contiguous(),

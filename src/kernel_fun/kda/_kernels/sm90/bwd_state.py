@@ -488,10 +488,10 @@ def launch(
     cu_seqlens: Tensor | None,
     first_chunks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """See :func:`bwd_state`; on tensors whose facts are those that the plan was prepared from."""
+    """See :func:`bwd_state`; on tensors whose facts are those that the plan was prepared from, and whose
+    addresses TMA can take."""
     import torch
 
-    check_addresses(NAMES, (q, k, g, A, Aqk, total, do, dht))
     dv2 = (q.new_empty if cu_seqlens is None else q.new_zeros)(plan.values)
     dh = q.new_empty(plan.chunks)
     dh0 = q.new_empty(plan.states, dtype=torch.float32) if plan.config.want_dh0 else None
@@ -552,4 +552,5 @@ def bwd_state(
         facts_of(*given), scale=scale, gate=gate, lower_bound=lower_bound, beta_mode=beta_mode, l2norm=l2norm,
         state_v_first=state_v_first, want_dh0=want_dh0,
     )  # fmt: skip
+    check_addresses(NAMES, (q, k, g, A, Aqk, total, do, dht))
     return launch(plan, *given)

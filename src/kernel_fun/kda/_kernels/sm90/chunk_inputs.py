@@ -86,8 +86,6 @@ def check(name: str, x: Facts, shape: tuple[int, ...], dtypes: tuple[Any, ...], 
 
 def check_addresses(names: tuple[str, ...], tensors: tuple[Tensor | None, ...]) -> None:
     """What TMA reads begins at a multiple of 16 bytes."""
-    if not any([x is not None and x.data_ptr() % 16 for x in tensors]):
-        return
     for name, x in zip(names, tensors, strict=True):
         if x is not None and x.data_ptr() % 16:
             raise ValueError(f"`{name}` must begin at a multiple of 16 bytes, got address {x.data_ptr()}")

@@ -536,10 +536,10 @@ def launch(
     cu_seqlens: Tensor | None,
     first_chunks: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """See :func:`fwd_state`; on tensors whose facts are those that the plan was prepared from."""
+    """See :func:`fwd_state`; on tensors whose facts are those that the plan was prepared from, and whose
+    addresses TMA can take."""
     import torch
 
-    check_addresses(NAMES, (q, k, v, g, A, Aqk, total, h0))
     config, output = plan.config, uninitialised if cu_seqlens is None else zeros
     o = output(v) if config.want_o else None
     v_new = output(v) if config.want_v_new else None
@@ -605,4 +605,5 @@ def fwd_state(
         facts_of(*given), scale=scale, gate=gate, lower_bound=lower_bound, beta_mode=beta_mode, l2norm=l2norm,
         state_v_first=state_v_first, want_ht=want_ht, want_h=want_h, want_v_new=want_v_new, want_o=want_o,
     )  # fmt: skip
+    check_addresses(NAMES, (q, k, v, g, A, Aqk, total, h0))
     return launch(plan, *given)

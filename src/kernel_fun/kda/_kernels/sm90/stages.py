@@ -17,7 +17,7 @@ from kernel_fun.kda._kernels.sm90 import bwd_grads as grads_kernel
 from kernel_fun.kda._kernels.sm90 import bwd_state as reverse_kernel
 from kernel_fun.kda._kernels.sm90 import fwd_intra as intra_kernel
 from kernel_fun.kda._kernels.sm90 import fwd_state as state_kernel
-from kernel_fun.kda._kernels.sm90.chunk_inputs import facts_of
+from kernel_fun.kda._kernels.sm90.chunk_inputs import check_addresses, facts_of
 from kernel_fun.kda._kernels.sm90.rows import TMA_BYTES
 from kernel_fun.kda.stages import Grads, Intra, ReverseScan, Scan
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 def fwd_intra(call: Call) -> Intra:
     """See :class:`kernel_fun.kda.stages.FwdIntra`."""
-    q, k, _, g, beta = _inputs(call)
-    A_log, dt_bias, _ = _parameters(call)
+    q, k, _, g, beta, A_log, dt_bias, _ = _operands(call)
     given = q, k, g, beta, A_log, dt_bias, _chunks(call)
     plan = call.notes.get("fwd_intra")
     if plan is None:
         plan = call.notes["fwd_intra"] = intra_kernel.prepare(facts_of(*given), q.device, **_forms(call))
-    return Intra(*intra_kernel.launch(plan, *given))
+    intra = call.scratch["intra"] = Intra(*intra_kernel.launch(plan, *given))
+    return intra
 
 
 def fwd_state(call: Call, intra: Intra, *, keep: bool) -> Scan:
@@ -44,9 +44,10 @@ def fwd_state(call: Call, intra: Intra, *, keep: bool) -> Scan:
 
 
 def _scan(call: Call, intra: Intra, *, wants_ht: bool, keep: bool, wants_o: bool = True) -> Scan:
-    A_log, _, dt_bias = _parameters(call)
+    q, k, v, g, beta, A_log, _, dt_bias = _operands(call)
     h0 = None if call.initial_state is None else call.initial_state.detach().contiguous()
-    given = *_inputs(call), *intra, h0, A_log, dt_bias, *_sequences(call)
+    _check_addresses(call, intra, h0=h0)
+    given = q, k, v, g, beta, *intra, h0, A_log, dt_bias, *_sequences(call)
     wanted = "fwd_state", wants_o, wants_ht, keep
     plan = call.notes.get(wanted)
     if plan is None:
@@ -71,12 +72,11 @@ def bwd_state(
         h, v_new = rescan.h, rescan.v_new
         assert h is not None
         assert v_new is not None
-    q, k, _, g, beta = _inputs(call)
-    A_log, _, dt_bias = _parameters(call)
-    given = (
-        q, k, g, beta, *intra, None if do is None else _upstream(do, call), None if dht is None else dht.contiguous(),
-        A_log, dt_bias, *_sequences(call),
-    )  # fmt: skip
+    q, k, _, g, beta, A_log, _, dt_bias = _operands(call)
+    do = None if do is None else _upstream(do, call)
+    dht = None if dht is None else dht.contiguous()
+    _check_addresses(call, intra, dht=dht)
+    given = q, k, g, beta, *intra, do, dht, A_log, dt_bias, *_sequences(call)
     plan = call.notes.get("bwd_state")
     if plan is None:
         plan = call.notes["bwd_state"] = reverse_kernel.prepare(
@@ -88,11 +88,11 @@ def bwd_state(
 
 def bwd_grads(call: Call, intra: Intra, scan: ReverseScan, do: Tensor | None) -> Grads:
     """See :class:`kernel_fun.kda.stages.BwdGrads`."""
-    q, k, v, g, beta = _inputs(call)
-    A_log, dt_bias, _ = _parameters(call)
+    q, k, v, g, beta, A_log, dt_bias, _ = _operands(call)
+    do = torch.zeros_like(scan.dv2) if do is None else _upstream(do, call)
     given = (
-        q, k, v, g, beta, intra.A, intra.q_rstd, intra.k_rstd, scan.h, scan.v_new, scan.dh, scan.dv2,
-        torch.zeros_like(scan.dv2) if do is None else _upstream(do, call), A_log, dt_bias, _chunks(call),
+        q, k, v, g, beta, intra.A, intra.q_rstd, intra.k_rstd, scan.h, scan.v_new, scan.dh, scan.dv2, do, A_log,
+        dt_bias, _chunks(call),
     )  # fmt: skip
     plan = call.notes.get("bwd_grads")
     if plan is None:
@@ -115,56 +115,58 @@ def _forms(call: Call) -> dict[str, Any]:
     )
 
 
-def _inputs(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v, g, beta as TMA and the kernels read them, outside any graph; worked out once a pass."""
-    found = call.scratch.get("inputs")
+def _operands(call: Call) -> tuple[Any, ...]:
+    """q, k, v, g, beta as TMA and the kernels read them, then A_log ``[HV]`` and dt_bias, ``[HV K]`` and
+    ``[HV, K]``, in float32 or None; outside any graph, worked out once a pass."""
+    found = call.scratch.get("operands")
     if found is None:
-        given = call.q, call.k, call.v, call.g, call.beta
-        plain = call.notes.get("plain inputs")
+        given = call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias
+        q, k, v, g, beta, A_log, dt_bias = [
+            x.detach() if x is not None and x.requires_grad else x for x in given
+        ]
+        plain = call.notes.get("plain")
         if plain is None:
-            plain = call.notes["plain inputs"] = tuple([_is_plain(x, call) for x in given])
-        q, k, v, g, beta = [x.detach() if x.requires_grad else x for x in given]
-        found = call.scratch["inputs"] = (
-            q if plain[0] and not q.data_ptr() % TMA_BYTES else _addressable(_readable(q, call)),
-            k if plain[1] and not k.data_ptr() % TMA_BYTES else _addressable(_readable(k, call)),
-            v if plain[2] and not v.data_ptr() % TMA_BYTES else _addressable(_readable(v, call)),
-            g if plain[3] and not g.data_ptr() % TMA_BYTES else _addressable(_readable(g, call)),
-            _readable(beta, call).contiguous(),
-        )
+            plain = call.notes["plain"] = _are_plain(call)
+        if not plain or any([x.data_ptr() % TMA_BYTES for x in (q, k, v, g)]):
+            q, k, v, g = [_addressable(_readable(x, call)) for x in (q, k, v, g)]
+            beta = _readable(beta, call).contiguous()
+            A_log, dt_bias = _flat(A_log), _flat(dt_bias)
+        by_head = None if dt_bias is None else dt_bias.view(g.shape[2:])
+        found = call.scratch["operands"] = q, k, v, g, beta, A_log, dt_bias, by_head
     return found
 
 
-def _is_plain(x: Tensor, call: Call) -> bool:
-    """Whether an input has a dtype and strides to be read where it lies."""
-    return x.dtype in (call.q.dtype, torch.float32) and _has_tma_strides(x)
+def _are_plain(call: Call) -> bool:
+    """Whether all operands are read where they lie, if q, k, v and g begin where TMA can."""
+    parameters = [x for x in (call.A_log, call.dt_bias) if x is not None]
+    return (
+        all(_readable(x, call) is x for x in (call.q, call.k, call.v, call.g, call.beta))
+        and all(_has_tma_strides(x) for x in (call.q, call.k, call.v, call.g))
+        and call.beta.is_contiguous()
+        and all(x.dtype == torch.float32 and x.dim() == 1 and x.is_contiguous() for x in parameters)
+    )
+
+
+def _flat(parameter: Tensor | None) -> Tensor | None:
+    return None if parameter is None else parameter.to(torch.float32).reshape(-1).contiguous()
 
 
 def _upstream(do: Tensor, call: Call) -> Tensor:
     """The gradient of o as TMA reads it; worked out once a pass."""
-    given, found = call.scratch.get("do", (None, None))
-    if given is not do or found is None:
-        found = _addressable(do)
-        call.scratch["do"] = do, found
-    return found
+    found = call.scratch.get("do")
+    if found is None or found[0] is not do:
+        found = call.scratch["do"] = do, _addressable(do)
+    return found[1]
 
 
-def _parameters(call: Call) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """A_log ``[HV]``, dt_bias ``[HV K]`` and ``[HV, K]`` in float32; worked out once a pass."""
-    found = call.scratch.get("parameters")
-    if found is None:
-        A_log, dt_bias = _flat(call.A_log), _flat(call.dt_bias)
-        by_head = None if dt_bias is None else dt_bias.view(call.g.shape[2:])
-        found = call.scratch["parameters"] = A_log, dt_bias, by_head
-    return found
-
-
-def _flat(parameter: Tensor | None) -> Tensor | None:
-    if parameter is None:
-        return None
-    x = parameter.detach() if parameter.requires_grad else parameter
-    if x.dtype == torch.float32 and x.dim() == 1 and x.is_contiguous():
-        return x
-    return x.to(torch.float32).reshape(-1).contiguous()
+def _check_addresses(call: Call, intra: Intra, **states: Tensor | None) -> None:
+    """What did not come from here in this pass begins where TMA can: the Intra of a backward, states."""
+    if call.scratch.get("intra") is not intra:
+        check_addresses(("A", "Aqk", "total"), (intra.A, intra.Aqk, intra.total))
+        call.scratch["intra"] = intra
+    for name, x in states.items():
+        if x is not None:
+            check_addresses((name,), (x,))
 
 
 def _chunks(call: Call) -> Tensor | None:

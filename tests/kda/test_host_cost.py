@@ -1,0 +1,190 @@
+"""What a warm call costs the host, in what does not depend on the machine: calls made by our own Python.
+
+On a GPU the kernels of a small problem take less time than the host needs to launch them; then a step lasts as
+long as its Python. A call of known facts looks them up, allocates and launches; every check, config and plan
+belongs to the first one. The ceilings leave a little room, not enough for a plan.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+import kernel_fun
+from kernel_fun._common import config, notes, support
+from kernel_fun._common import device as devices
+from kernel_fun.kda import chunk_kda
+from kernel_fun.kda._kernels.sm90 import bwd_grads, bwd_grads_reduce, bwd_state, fwd_intra, fwd_state
+from kernel_fun.kda.known import KNOWN
+from kernel_fun.testing import make_inputs
+
+KERNELS = (fwd_intra, fwd_state, bwd_state, bwd_grads, bwd_grads_reduce)
+PLANNED = KERNELS[:4]
+OURS = str(Path(kernel_fun.__file__).parent)
+
+
+@pytest.fixture(autouse=True)
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
+    """CPU tensors count as an H200's; a launch is recorded instead of made."""
+    seen: list[tuple[Any, ...]] = []
+    for module in KERNELS:
+        record = lambda *args, module=module: seen.append((module, *args))  # noqa: E731
+        monkeypatch.setattr(module, "_compile", lambda config, record=record: record)
+    monkeypatch.setattr(support, "missing", lambda need: None)
+    monkeypatch.setenv(config.KDA_BACKEND.name, "sm90")
+    with devices.pretend("sm90"):
+        yield seen
+
+
+def problem(**changes: Any) -> dict[str, Any]:
+    given: dict[str, Any] = dict(T=64, H=2, HV=2, K=128, V=128, dtype=torch.bfloat16)
+    return make_inputs("bounded", **(given | changes))
+
+
+def as_leaves(x: dict[str, Any]) -> dict[str, Any]:
+    grad = lambda t: isinstance(t, torch.Tensor) and t.is_floating_point()  # noqa: E731
+    return {n: t.detach().requires_grad_() if grad(t) else t for n, t in x.items()}
+
+
+def calls_of(function: Callable[[], Any]) -> Counter[str]:
+    """Calls of our Python functions, and calls that they make of built-in ones."""
+    seen: Counter[str] = Counter()
+
+    def count(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(OURS):
+            seen["python"] += 1
+        elif event == "c_call" and frame.f_code.co_filename.startswith(OURS):
+            seen["built in"] += 1
+
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return seen
+
+
+def forward(x: dict[str, Any]) -> Callable[[], Any]:
+    return lambda: chunk_kda(**x)
+
+
+def backward(x: dict[str, Any]) -> Callable[[], Any]:
+    """One backward; a graph is kept for every one that will be asked for."""
+    o, _ = chunk_kda(**x)
+    leaves = [t for t in x.values() if isinstance(t, torch.Tensor) and t.requires_grad]
+    do = torch.ones_like(o)
+    return lambda: torch.autograd.grad(o, leaves, do, retain_graph=True)
+
+
+@pytest.mark.parametrize(
+    ("what", "ceiling"),
+    [("inference", (44, 80)), ("training", (48, 88)), ("backward", (64, 110))],
+)
+def test_a_warm_call_makes_few_calls(what: str, ceiling: tuple[int, int]) -> None:
+    x = problem() if what == "inference" else as_leaves(problem())
+    step = backward(x) if what == "backward" else forward(x)
+    step(), step()
+    found = calls_of(step)
+    assert 0 < found["python"] <= ceiling[0], found
+    assert 0 < found["built in"] <= ceiling[1], found
+
+
+def test_a_warm_call_prepares_nothing() -> None:
+    """Neither with the same tensors nor with others of the same facts."""
+    backward(as_leaves(problem()))()
+    before = [module.prepare.cache_info() for module in PLANNED]
+    assert all(info.misses for info in before)
+    backward(as_leaves(problem(seed=1)))()
+    assert [module.prepare.cache_info() for module in PLANNED] == before
+
+
+def test_other_strides_are_other_facts(launches: list[tuple[Any, ...]]) -> None:
+    x = problem()
+    wide = torch.randn(1, 64, 2, 256).to(torch.bfloat16)[..., :128]
+    for _ in range(2):
+        chunk_kda(**x)
+        chunk_kda(**{**x, "q": wide})
+    flat = [args[0] for module, *args in launches if module is fwd_intra]
+    assert [t.stride() for t in flat] == [(256, 128, 1), (512, 256, 1)] * 2
+    assert flat[-1].data_ptr() == wide.data_ptr()
+
+
+def test_an_address_is_looked_at_in_every_call(launches: list[tuple[Any, ...]]) -> None:
+    """The same facts at an address that TMA cannot take: a copy is read."""
+    x = problem()
+    memory = torch.empty(x["q"].numel() + 8, dtype=torch.bfloat16)
+    for shift in (0, 1, 8):
+        q = memory[shift : shift + x["q"].numel()].view(x["q"].shape).copy_(x["q"])
+        launches.clear()
+        chunk_kda(**{**x, "q": q})
+        read = [args[0] for _, *args in launches]
+        assert [t.data_ptr() == q.data_ptr() for t in read] == [shift != 1] * 2
+        assert all(torch.equal(t.view(q.shape), q) for t in read)
+    state = torch.zeros(2 * 128 * 128 + 1)
+    for shift in (0, 1):
+        h0 = state[shift : shift + 2 * 128 * 128].view(1, 2, 128, 128)
+        if shift:
+            with pytest.raises(ValueError, match="`h0` must begin at a multiple of 16 bytes"):
+                chunk_kda(**x, initial_state=h0)
+        else:
+            chunk_kda(**x, initial_state=h0)
+
+
+def unpacked_as(change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    return torch.autograd.graph.saved_tensors_hooks(lambda t: t, change)
+
+
+def test_a_backward_sees_what_hooks_made_of_saved_tensors(launches: list[tuple[Any, ...]]) -> None:
+    x = as_leaves(problem())
+    backward(x)()
+    launches.clear()
+    with unpacked_as(lambda t: t.mT.contiguous().mT if t.shape == x["v"].shape else t):
+        backward(x)()
+    (args,) = [args for module, *args in launches if module is bwd_state]
+    assert args[0].is_contiguous()
+    assert torch.equal(args[0], x["q"])
+    with (
+        unpacked_as(lambda t: torch.empty(t.numel() + 1, dtype=t.dtype)[1:].view(t.shape).copy_(t)),
+        pytest.raises(ValueError, match="`A` must begin at a multiple of 16 bytes"),
+    ):
+        backward(x)()
+
+
+def test_a_switch_and_a_bad_call_are_seen_after_a_good_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = problem()
+    for _ in range(2):
+        chunk_kda(**x)
+        with pytest.raises(TypeError, match="`q` must be a dense tensor, got layout sparse_coo"):
+            chunk_kda(**{**x, "q": x["q"].to_sparse()})
+        with pytest.raises(ValueError, match="`beta` must have shape"):
+            chunk_kda(**{**x, "beta": x["beta"][:, :3]})
+    monkeypatch.setenv(config.KDA_BACKEND.name, "eager")
+    assert torch.isfinite(chunk_kda(**x)[0]).all()
+    monkeypatch.setenv(config.KDA_BACKEND.name, "none")
+    with pytest.raises(ValueError, match="must be auto or one of"):
+        chunk_kda(**x)
+
+
+def test_upstream_of_ever_new_strides_keeps_a_bounded_number_of_notes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(notes, "FEW", 3)
+    x = as_leaves(problem())
+    for n in range(8):
+        o, _ = chunk_kda(**x)
+        do = torch.ones(1, 64, 2, 128 + 8 * n, dtype=torch.bfloat16)[..., :128]
+        torch.autograd.grad(o, x["q"], do)
+    ((kept, _),) = KNOWN._answers.values()
+    assert 0 < len(kept.notes._others) <= 3
+    for made in (kept.notes, *kept.notes._others.values()):
+        assert made
+        assert "tensor(" not in repr(list(made.values()))
