@@ -76,6 +76,7 @@ from kernel_fun.kda._kernels.sm90.bwd_grads_reduce import bwd_grads_reduce
 from kernel_fun.kda._kernels.sm90.chunk_inputs import facts_of, name_of
 from kernel_fun.kda._kernels.sm90.rows import (
     Rows,
+    flat,
     flattened,
     is_contiguous,
     packed_rows,
@@ -227,6 +228,12 @@ class KdaBwdGradsSm90(Phases):
         stream: Any,
     ):
         self.Storage = self.storage()
+        mQ, mK, mV, mG, mBeta, mA, mV_new, mDv2, mDo, mDq, mDk, mDv, mDg, mDbeta = [
+            without_batch(x)
+            for x in (mQ, mK, mV, mG, mBeta, mA, mV_new, mDv2, mDo, mDq, mDk, mDv, mDg, mDbeta)
+        ]
+        if cutlass.const_expr(self.c.l2norm):
+            mQ_rstd, mK_rstd = without_batch(mQ_rstd), without_batch(mK_rstd)
         tma_dq, cDq, tma_dk, cDk = (None,) * 4
         if cutlass.const_expr(not self.c.shared):
             tma_dq, cDq = self.x.storer(modes([0, 2, 1], mDq))
@@ -499,6 +506,11 @@ class KdaBwdGradsSm90(Phases):
                 )
 
 
+def without_batch(mX: cute.Tensor) -> cute.Tensor:
+    """[1, tokens, ...] seen as [tokens, ...]."""
+    return modes(list(range(1, cute.rank(mX))), mX)
+
+
 def modes(order: list[int], mX: cute.Tensor) -> cute.Tensor:
     """A tensor with its modes in another order."""
     return cute.make_tensor(mX.iterator, cute.select(mX.layout, order))
@@ -510,21 +522,21 @@ def _compile(config: Config) -> Program:
     c, f32 = config, "float32"
     tokens, H, HV, NT, V_ = symbol(), symbol(), symbol(), symbol(), symbol()
     K = c.K if c.K == CHANNELS else symbol()
-    rstd = tensor(f32, tokens, H, align=4) if c.l2norm else None
-    beta = tensor(c.beta, tokens, HV, align=2 if c.beta != f32 else 4)
-    x = lambda: tensor(c.io, tokens, H, K)
-    out = (lambda: tensor(f32, tokens, HV, K)) if c.shared else x
+    rstd = tensor(f32, 1, tokens, H, align=4) if c.l2norm else None
+    beta = tensor(c.beta, 1, tokens, HV, align=2 if c.beta != f32 else 4)
+    x = lambda: tensor(c.io, 1, tokens, H, K)
+    out = (lambda: tensor(f32, 1, tokens, HV, K)) if c.shared else x
     state = lambda: tensor(c.io, NT, HV, K, V_)
-    rows = lambda: tensor(c.io, tokens, HV, V_)
+    rows = lambda: tensor(c.io, 1, tokens, HV, V_)
     return Program(
         KdaBwdGradsSm90(c),
         (
             x(),
             x(),
             rows(),
-            tensor(c.g, tokens, HV, K),
+            tensor(c.g, 1, tokens, HV, K),
             beta,
-            tensor(c.io, tokens, HV, BT),
+            tensor(c.io, 1, tokens, HV, BT),
             rstd,
             rstd,
             state(),
@@ -538,7 +550,7 @@ def _compile(config: Config) -> Program:
             out(),
             out(),
             rows(),
-            tensor(c.g, tokens, HV, K),
+            tensor(c.g, 1, tokens, HV, K),
             beta,
             tensor(f32, NT, HV, align=4) if c.has_A_log else None,
             tensor(f32, NT, HV, K, align=4) if c.has_dt_bias else None,
@@ -692,7 +704,7 @@ def launch(
             A_log,
             dt_bias,
             table,
-            *[x.flatten(0, 1) for x in (dq, dk, dv, dg, dbeta)],
+            *[flat(x) for x in (dq, dk, dv, dg, dbeta)],
             dA,
             dbias,
             *plan.scalars,

@@ -57,7 +57,7 @@ from kernel_fun._cute.pipe import thread_again
 from kernel_fun._cute.tile import SMEM_BYTES, Tile, tma_parts
 from kernel_fun._cute.warp import load2, load4, matrices, mma, pack, product, select, store2, store4, unpack
 from kernel_fun.kda._kernels.sm90.chunk_inputs import facts_of
-from kernel_fun.kda._kernels.sm90.rows import Rows, flattened, packed_rows, tma_rows
+from kernel_fun.kda._kernels.sm90.rows import Rows, flat, flattened, packed_rows, tma_rows
 
 if TYPE_CHECKING:
     from torch import Tensor, device
@@ -224,6 +224,9 @@ class KdaFwdIntraSm90:
             parameters: cute.struct.Align[cute.struct.MemRange[Float32, self.c.K + 1], 128]
 
         self.Storage = Storage
+        mQ, mK, mG, mBeta, mA, mAqk = [without_batch(x) for x in (mQ, mK, mG, mBeta, mA, mAqk)]
+        if cutlass.const_expr(self.c.l2norm):
+            mQ_rstd, mK_rstd = without_batch(mQ_rstd), without_batch(mK_rstd)
         H, HV, NT = mQ.shape[1], mTotal.shape[1], mTotal.shape[0]
         self.kda_fwd_intra_sm90(
             *self.x_tile.loader(heads_last(mQ)),
@@ -830,6 +833,11 @@ def put_global(address: Int64, words: list[Any]) -> None:
     cute.arch.inline_ptx(ptx, read_only_args=[address, *words])
 
 
+def without_batch(mX: cute.Tensor) -> cute.Tensor:
+    """[1, tokens, ...] seen as [tokens, ...]."""
+    return cute.make_tensor(mX.iterator, cute.select(mX.layout, list(range(1, cute.rank(mX)))))
+
+
 def heads_last(mX: cute.Tensor) -> cute.Tensor:
     """[tokens, heads, D] seen as (tokens, D, heads)."""
     return cute.make_tensor(mX.iterator, cute.select(mX.layout, [0, 2, 1]))
@@ -872,19 +880,19 @@ def as_float(word: Int32) -> Float32:
 def _compile(config: Config) -> Program:
     """Arguments of :class:`KdaFwdIntraSm90`; tokens B T, heads H and HV, chunks NT are run-time sizes."""
     tokens, H, HV, NT, K = symbol(), symbol(), symbol(), symbol(), config.K
-    rstd = tensor("float32", tokens, H, align=4) if config.l2norm else None
+    rstd = tensor("float32", 1, tokens, H, align=4) if config.l2norm else None
     return Program(
         KdaFwdIntraSm90(config),
         (
-            tensor(config.io, tokens, H, K),
-            tensor(config.io, tokens, H, K),
-            tensor(config.g, tokens, HV, K),
-            tensor(config.beta, tokens, HV, align=2 if config.beta != "float32" else 4),
+            tensor(config.io, 1, tokens, H, K),
+            tensor(config.io, 1, tokens, H, K),
+            tensor(config.g, 1, tokens, HV, K),
+            tensor(config.beta, 1, tokens, HV, align=2 if config.beta != "float32" else 4),
             tensor("float32", HV, align=4) if config.has_A_log else None,
             tensor("float32", symbol(), align=4) if config.has_dt_bias else None,
             tensor("int32", NT, 4) if config.packed else None,
-            tensor(config.io, tokens, HV, BT),
-            tensor(config.io, tokens, HV, BT),
+            tensor(config.io, 1, tokens, HV, BT),
+            tensor(config.io, 1, tokens, HV, BT),
             rstd,
             rstd,
             tensor("float32", NT, HV, K),
@@ -988,10 +996,10 @@ def launch(
             A_log,
             dt_bias,
             table,
-            A.flatten(0, 1),
-            Aqk.flatten(0, 1),
-            None if q_rstd is None else q_rstd.flatten(0, 1),
-            None if k_rstd is None else k_rstd.flatten(0, 1),
+            flat(A),
+            flat(Aqk),
+            None if q_rstd is None else flat(q_rstd),
+            None if k_rstd is None else flat(k_rstd),
             total,
             *plan.scalars,
         )
