@@ -8,11 +8,14 @@ import math
 import re
 import shutil
 import subprocess
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from chunk_decays import around
 
 pytest.importorskip("cutlass")
 
@@ -110,7 +113,7 @@ def arguments(B=1, T=70, H=1, HV=2, K=64, V=64, device="cpu", **changes: Any) ->
     NT = B * -(-T // 64)
     x = dict(
         q=z(B, T, H, K), k=z(B, T, H, K), g=z(B, T, HV, K), beta=z(B, T, HV), A=z(B, T, HV, 64), Aqk=z(B, T, HV, 64),
-        q_rstd=z(B, T, H, dtype=f32), k_rstd=z(B, T, H, dtype=f32), total=z(NT, HV, K, dtype=f32), do=z(B, T, HV, V),
+        q_rstd=z(B, T, H, dtype=f32), k_rstd=z(B, T, H, dtype=f32), total=z(NT, HV, 9 * K, dtype=f32), do=z(B, T, HV, V),
         dht=z(B, HV, K, V, dtype=f32), A_log=z(HV, dtype=f32), dt_bias=z(HV, K, dtype=f32), table=None,
         scale=0.1, gate="softplus", lower_bound=None, beta_mode="raw", l2norm=True, state_v_first=False, want_dh0=True,
     )  # fmt: skip
@@ -174,7 +177,7 @@ def test_the_launcher_describes_the_call(v_first: bool, monkeypatch):
     first = torch.tensor([0, 1, 2], dtype=torch.int32)
     table = torch.tensor([0, 30, 70], dtype=torch.int32), first
     x = arguments(K=128, V=192, table=table, state_v_first=v_first, want_dh0=False, dht=None, gate="log")
-    x["total"] = torch.zeros(4, 2, 128)
+    x["total"] = torch.zeros(4, 2, 9 * 128)
     dh, dv2, dh0 = bwd_state(**x)
     ((config, args),) = calls
     assert config == Config(
@@ -235,8 +238,22 @@ def case(
     )  # fmt: skip
 
 
-def check(call: Call, *, has_do: bool = True, has_dht: bool = True, v_first: bool = False) -> None:
-    """Against the eager stage in fp64, on the same rounded A and Aqk; twice, over poisoned outputs."""
+@contextmanager
+def tile_of(BV: int | None) -> Generator[None]:
+    """Within the block the V tile is BV; None: the launcher's choice."""
+    with pytest.MonkeyPatch.context() as patch:
+        if BV is not None:
+            patch.setattr(module, "v_tile", lambda *_: BV)
+        module.prepare.cache_clear()
+        yield
+        module.prepare.cache_clear()
+
+
+def check(
+    call: Call, *, has_do: bool = True, has_dht: bool = True, v_first: bool = False,
+    tiles: tuple[int | None, ...] = (None,),
+) -> None:  # fmt: skip
+    """Against the eager stage in fp64, on the same rounded A and Aqk; twice a V tile, over poisoned outputs."""
     from kernel_fun.testing import poisoned_empty
 
     q, v = call.q, call.v
@@ -261,10 +278,12 @@ def check(call: Call, *, has_do: bool = True, has_dht: bool = True, v_first: boo
     want = eager.bwd_state(exact, rounded, dO, dS, None, None)
     table = None if cu is None else (cu, sequence_chunks(cu))
     chunks = eager.layout(exact)
-    total = torch.full((B * -(-T // 64) if cu is None else -(-T // 64) + N, HV, K), math.nan, device="cuda")
+    total = torch.full(
+        (B * -(-T // 64) if cu is None else -(-T // 64) + N, HV, 9 * K), math.nan, device="cuda"
+    )
     for tile in chunks.tiles(HV):
         a = eager.operands.decays(chunks, exact, tile, torch.float64)
-        total[tile] = a.prod(1).unflatten(0, (-1, HV)).float()
+        total[tile] = around(a).unflatten(0, (-1, HV)).float()
 
     def state(x: torch.Tensor) -> torch.Tensor:
         return x.transpose(-1, -2).contiguous() if v_first else x
@@ -277,14 +296,16 @@ def check(call: Call, *, has_do: bool = True, has_dht: bool = True, v_first: boo
         scale=call.scale, gate=call.gate, lower_bound=call.lower_bound, beta_mode=call.beta_mode, l2norm=True,
         state_v_first=v_first, want_dh0=True,
     )  # fmt: skip
-    with poisoned_empty():
-        found = bwd_state(*arguments, **forms)
-    dh, dv2, dh0 = found
+    runs = []
+    for BV in tiles:
+        with tile_of(BV), poisoned_empty():
+            runs += [bwd_state(*arguments, **forms) for _ in range(2)]
+    (dh, dv2, dh0), *others = runs
     NT = want.dh.shape[0]
-    again = bwd_state(*arguments, **forms)
-    assert torch.equal(dh[:NT], again[0][:NT])
-    assert torch.equal(dv2, again[1])
-    assert torch.equal(dh0, again[2])
+    for again in others:
+        assert torch.equal(dh[:NT], again[0][:NT])
+        assert torch.equal(dv2, again[1])
+        assert torch.equal(dh0, again[2])
     if cu is not None:
         assert dh[NT:].isnan().all()
         assert not dv2[:, ~inside].any()
@@ -322,3 +343,20 @@ def test_dtypes_and_sizes(io: torch.dtype, wide: bool, K: int, V: int):
 @on_hopper
 def test_forms(changes: dict[str, bool]):
     check(case("slow", 200), **changes)
+
+
+@pytest.mark.parametrize("kind", ["softplus", "bounded", "-inf"])
+@pytest.mark.parametrize("packed", [False, True])
+@on_hopper
+def test_the_bits_do_not_depend_on_the_tile(kind: str, packed: bool):
+    ends = list(itertools.accumulate([1, 0, 63, 64, 65, 0, 15, 92]))
+    call = case(kind, ends[-1] + 9, V=256, ends=ends) if packed else case(kind, 200, B=2)
+    check(call, tiles=(128, 64))
+
+
+@pytest.mark.parametrize("io", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("K", [64, 128])
+@on_hopper
+def test_the_wide_tile(io: torch.dtype, wide: bool, K: int):
+    check(case("slow", 130, io=io, wide=wide, K=K), tiles=(128, 64))

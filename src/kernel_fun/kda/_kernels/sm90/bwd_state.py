@@ -15,7 +15,7 @@ dv2 is not stored.
 
 Modes in global memory: q, k, g, A, Aqk (T, D, heads, B); do, dv2 (V, T, heads, B); dh (V, K, heads, NT).
 
-    tiles      BT=64  K  BV=128, or 64 for few chains     grid (V/BV, HV, N) flattened, V tiles adjacent
+    tiles      BT=64  K  BV=128 or 64, see v_tile()       grid (V/BV, HV, N) flattened, V tiles adjacent
     role       warps          does
     BUILD      0..K/16-1      qE, kE, kR in place
     STATE      next BV/16     dv2, y, dS; stores dh, dv2; its first warp issues the loads
@@ -36,6 +36,7 @@ import cutlass
 from cutlass import Float32, Int32, const_expr, cute
 from cutlass.cute.nvgpu import cpasync
 
+from kernel_fun._common.device import of
 from kernel_fun._cute import copy, pipe, wgmma
 from kernel_fun._cute.compat import SmemAllocator
 from kernel_fun._cute.compile import Program, jit, symbol
@@ -59,10 +60,19 @@ from kernel_fun.kda._kernels.sm90.chunk_inputs import (
     facts_of,
     v_tile,
 )
-from kernel_fun.kda._kernels.sm90.operands import BT, ROWS, STATE_BARRIER, Builder, Chain, ScanConfig
+from kernel_fun.kda._kernels.sm90.operands import (
+    BC,
+    BT,
+    ROWS,
+    STATE_BARRIER,
+    Builder,
+    Chain,
+    ScanConfig,
+    ask_ahead,
+)
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, device
 
 BLOCK = 64
 """Channels of the tiles dh leaves in: as many as dv2's have tokens."""
@@ -94,9 +104,7 @@ class Config(ScanConfig):
         io = 2
         row = self.BV * BT * io + 2 * BT * BT * io
         barriers = 128
-        small = 4 * (
-            BT * raw_stages + self.K * self.row_stages + 2 * self.span * self.build.warps * self.l2norm
-        )
+        small = 4 * (BT * raw_stages + self.K * self.row_stages + 2 * BC * self.build.warps * self.l2norm)
         tiles = self.raw_bytes * raw_stages + row * self.row_stages + self.BV * BLOCK * io
         return tiles + -(-(small + barriers) // ALIGN_BYTES) * ALIGN_BYTES
 
@@ -194,8 +202,8 @@ class KdaBwdStateSm90:
             pipe.take_registers(c.build, entry)
             rows = mBeta, *mRstds, chain.b, chain.start, hv, hv // G
             self.builder.run(
-                st, rings, self.padded, rows, self.builder.head(parameters, hv, lower_bound), scale, warpgroup,
-                chain.length, chain.NT,
+                st, rings, self.padded, rows, cute.domain_offset((chain.first, 0), mTotal[None, hv, None]),
+                self.builder.head(parameters, hv, lower_bound), scale, chain.length, chain.NT,
             )  # fmt: skip
         else:
             pipe.take_registers(c.state, entry)
@@ -209,7 +217,10 @@ class KdaBwdStateSm90:
                     (tmaDo[0], *tma_parts(tmaDo[0], gDo, self.D.view(st.do))),
                     chain.load(*tmaAqk, hv, self.A, st.Aqk),
                 ]
-            gTotal = cute.domain_offset((chain.first, 0), mTotal[None, hv, None])
+            gAround = cute.domain_offset((chain.first, 0), mTotal[None, hv, None])
+            gTotal = cute.make_tensor(
+                gAround.iterator, cute.make_layout((gAround.shape[0], c.K), stride=gAround.stride)
+            )
             sTotal = st.total.get_tensor(cute.make_layout((c.K, c.row_stages)))
             cols = lambda m: cute.local_tile(
                 cute.domain_offset((0, chain.start), m[None, None, hv, chain.b]), (ROWS, BT), (tile, None)
@@ -218,7 +229,7 @@ class KdaBwdStateSm90:
             gDh = cute.domain_offset((0, 0, chain.first), tmaDh[1][None, None, hv, None])
             gDh = cute.local_tile(gDh, self.H.shape, (tile, None, None))
             self.hold(
-                st, rings, (self.builder.loads(chain, raws, st, hv, G), more, gTotal, sTotal),
+                st, rings, (self.builder.loads(chain, raws, st, hv, G), more, gTotal, sTotal, gAround),
                 (tmaDh[0], gDh), (tmaDv[0], cols(tmaDv[1]), cols(rowsDv) if const_expr(c.is_packed) else None),
                 state(mDht) if const_expr(c.has_dht) else None, state(mDh0) if const_expr(c.want_dh0) else None,
                 half, chain.length, chain.NT,
@@ -341,11 +352,12 @@ class KdaBwdStateSm90:
         barrier = raw.expect(at)
         for tma, tXsX, tXgX in loads[0]:
             cute.copy(tma, tXgX[None, n], tXsX[None, at.index], tma_bar_ptr=barrier)
+        ask_ahead(loads[4], n, self.config.K)
 
     @cute.jit
     def load_row(self, row, at, loads, n: Int32):
         """do, A, Aqk and total of chunk n, once the slot is free."""
-        _, rows, gTotal, sTotal = loads
+        _, rows, gTotal, sTotal, _ = loads
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32, num_bits_per_copy=32 * self.config.K)
         row.wait_empty(at)
         barrier = row.expect(at)
@@ -433,7 +445,7 @@ NAMES = ("q", "k", "g", "A", "Aqk", "total", "do", "dht")
 
 @lru_cache(maxsize=4096)
 def prepare(
-    facts: tuple[Any, ...], *, scale: float, gate: str, lower_bound: float | None, beta_mode: str, l2norm: bool,
+    facts: tuple[Any, ...], at: device, *, scale: float, gate: str, lower_bound: float | None, beta_mode: str, l2norm: bool,
     state_v_first: bool, want_dh0: bool,
 ) -> Plan:  # fmt: skip
     """Everything about a launch but addresses. ValueError or TypeError names the argument that does not fit."""
@@ -460,7 +472,7 @@ def prepare(
         check("dht", dht, states, (torch.float32,), 16)
     config = Config(
         **chunk_facts(q, g, beta, A_log, dt_bias, cu_seqlens, gate=gate, beta_mode=beta_mode, l2norm=l2norm),
-        BV=v_tile(N * HV, V),
+        BV=v_tile(N * HV, V, of(at).sms),
         state_v_first=state_v_first,
         has_do=do is not None,
         has_dht=dht is not None,
@@ -535,7 +547,7 @@ def bwd_state(
 
     q, k ``[B, T, H, K]``, g ``[B, T, HV, K]``, beta ``[B, T, HV]``: the caller's own, io dtype bf16 or fp16; g
     and beta may be fp32. A, Aqk ``[B, T, HV, 64]`` io, lower triangular with zeros above the diagonal, scale in
-    Aqk; q_rstd, k_rstd ``[B, T, H]`` fp32 with ``l2norm``; total ``[NT, HV, K]`` fp32. do ``[B, T, HV, V]`` io,
+    Aqk; q_rstd, k_rstd ``[B, T, H]`` fp32 with ``l2norm``; total ``[NT, HV, 9 K]`` fp32, as fwd_intra gives it. do ``[B, T, HV, V]`` io,
     dht ``[N, HV, K, V]`` fp32 (``[N, HV, V, K]`` with ``state_v_first``), either None for zeros, not both.
     A_log ``[HV]``, dt_bias ``[HV, K]`` fp32 or None for zeros; not read by gate "log". ``table``: None for a
     dense batch, else (cu_seqlens ``[N + 1]`` int32 or int64, first chunk of each sequence ``[N + 1]`` int32).
@@ -549,7 +561,7 @@ def bwd_state(
         A_log = dt_bias = None
     given = q, k, g, beta, A, Aqk, q_rstd, k_rstd, total, do, dht, A_log, dt_bias, *(table or (None, None))
     plan = prepare(
-        facts_of(*given), scale=scale, gate=gate, lower_bound=lower_bound, beta_mode=beta_mode, l2norm=l2norm,
+        facts_of(*given), q.device, scale=scale, gate=gate, lower_bound=lower_bound, beta_mode=beta_mode, l2norm=l2norm,
         state_v_first=state_v_first, want_dh0=want_dh0,
     )  # fmt: skip
     check_addresses(NAMES, (q, k, g, A, Aqk, total, do, dht))

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kernel_fun._cute.compile import symbol, tensor
-from kernel_fun.kda._kernels.sm90.operands import BT, ScanConfig
+from kernel_fun.kda._kernels.sm90.operands import BT, DECAYS, ScanConfig
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
 
-FEW_CTAS = 100
-"""Below this many CTAs of BV = 128 the V tile is 64."""
+CHUNK_TIME = {64: 7, 128: 9}
+"""Time of a chunk by BV, in a unit of its own."""
 
 
 class ChunkTensors:
@@ -37,7 +37,7 @@ class ChunkTensors:
             self.tensor(c.io, "B", "T", "HV", BT),
             rstd,
             rstd,
-            self.tensor(f32, "NT", "HV", c.K),
+            self.tensor(f32, "NT", "HV", DECAYS * c.K),
         )
 
     def parameters(self) -> tuple[Any, ...]:
@@ -64,9 +64,11 @@ def name_of(dtype: dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def v_tile(chains: int, V: int) -> int:
-    """BV from counts alone; ``chains`` = N HV."""
-    return 64 if V % 128 or chains * (V // 128) < FEW_CTAS else 128
+def v_tile(chains: int, V: int, sms: int) -> int:
+    """BV from counts alone: the one whose waves of CTAs end first. ``chains`` = N HV; ``sms``: of the device."""
+    if V % 128:
+        return 64
+    return min((128, 64), key=lambda BV: -(-chains * (V // BV) // max(sms, 1)) * CHUNK_TIME[BV])
 
 
 def check(name: str, x: Facts, shape: tuple[int, ...], dtypes: tuple[Any, ...], align: int = 1) -> None:
@@ -111,7 +113,7 @@ def check_chunk_inputs(
     check("beta", beta, (B, T, HV), (io, f32))
     check("A", A, (B, T, HV, BT), (io,), 16)
     check("Aqk", Aqk, (B, T, HV, BT), (io,), 16)
-    check("total", total, (NT, HV, K), (f32,), 16)
+    check("total", total, (NT, HV, DECAYS * K), (f32,), 16)
     for name, x, shape in (
         ("q_rstd", q_rstd, (B, T, H)),
         ("k_rstd", k_rstd, (B, T, H)),

@@ -13,12 +13,13 @@ Maths, per item: tokens i, j of 64, channels c of K; q, k of head h = hv // G:
     Aqk      = scale q_rstd_i k_rstd_j S_q                            rounded to io; 0 above the diagonal
     L        = beta_i k_rstd_i k_rstd_j S_k, i > j                    fp32
     A        = (I + L)^-1                                             fp32, merges in tf32; rounded to io
-    total_c  = product of a over the chunk                            fp32
+    total_c  = products of a over the chunk, and over what of it comes before and after each
+               16 tokens                                              fp32
 
 Every factor of row i is a product of decays, each at most 1, of tokens that row i may see.
 
 Operands: q, k [tokens, H, K]; g [tokens, HV, K]; beta [tokens, HV]; A, Aqk [tokens, HV, 64];
-rstds [tokens, H]; total [NT, HV, K]; tokens = B T. Value heads are innermost in the order of items.
+rstds [tokens, H]; total [NT, HV, 9 K]; tokens = B T. Value heads are innermost in the order of items.
 
     tiles     64 tokens x 64 channels a pass, K / 64 passes     grid min(NT HV, resident)     threads 256
     warp b    tokens 8 b .. 8 b + 7, its block; a lane has two neighbouring channels of all 8
@@ -57,6 +58,7 @@ from kernel_fun._cute.pipe import thread_again
 from kernel_fun._cute.tile import SMEM_BYTES, Tile, tma_parts
 from kernel_fun._cute.warp import load2, load4, matrices, mma, pack, product, select, store2, store4, unpack
 from kernel_fun.kda._kernels.sm90.chunk_inputs import facts_of
+from kernel_fun.kda._kernels.sm90.operands import DECAYS
 from kernel_fun.kda._kernels.sm90.rows import Rows, flat, flattened, packed_rows, tma_rows
 
 if TYPE_CHECKING:
@@ -713,7 +715,7 @@ class KdaFwdIntraSm90:
 
     @cute.jit
     def decays_between(self, mTotal: cute.Tensor):
-        """Decays from the end of block J to the start of block I, and of the whole chunk, by 128 threads.
+        """Decays from the end of block J to the start of block I, and the rows of total, by 128 threads.
 
         A thread has two channels, and the even blocks I or the odd ones. Words of 32 channels stand in the
         order of B operands: lane t of a row finds its four words of two products together.
@@ -733,9 +735,21 @@ class KdaFwdIntraSm90:
                 for J in cutlass.range_constexpr(even - 1, -1, -1):
                     between[word + place_of(even, J) * pairs] = pack(x[0], x[1], self.io)
                     x = [y * d for y, d in zip(x, D[J], strict=True)]
-            if is_odd:  # x is the product of the first seven
-                mTotal[2 * pair] = x[0] * D[7][0]
-                mTotal[2 * pair + 1] = x[1] * D[7][1]
+            # of two blocks together: what comes before them by the even threads, what comes after by the odd ones
+            to = mTotal.iterator.toint() + 8 * pair
+            row, each = 4 * c.K, WARPS // 2
+            x = [Float32(1.0), Float32(1.0)]
+            if is_odd:
+                for b in cutlass.range_constexpr(WARPS - 1, -1, -1):
+                    if cutlass.const_expr(b % 2 == 1):
+                        put_global(to + row * (1 + each + b // 2), [bits_of(y) for y in x])
+                    x = [y * d for y, d in zip(x, D[b], strict=True)]
+            else:
+                for b in cutlass.range_constexpr(WARPS):
+                    if cutlass.const_expr(b % 2 == 0):
+                        put_global(to + row * (1 + b // 2), [bits_of(y) for y in x])
+                    x = [y * d for y, d in zip(x, D[b], strict=True)]
+                put_global(to, [bits_of(y) for y in x])
 
     @cute.jit
     def blocks(self):
@@ -895,7 +909,7 @@ def _compile(config: Config) -> Program:
             tensor(config.io, 1, tokens, HV, BT),
             rstd,
             rstd,
-            tensor("float32", NT, HV, K),
+            tensor("float32", NT, HV, DECAYS * K),
             Int32(1),
             Float32(1.0),
             Float32(0.0),
@@ -960,7 +974,7 @@ def prepare(
         rows=(tma_rows(q), tma_rows(k), tma_rows(g), packed_rows(beta)),
         square=(B, T, HV, BT),
         norms=(B, T, H),
-        totals=(NT, HV, K),
+        totals=(NT, HV, DECAYS * K),
         scalars=(T, scale, lower_bound or 0.0, config.resources().ctas_per_sm * of(at).sms),
         runs=NT * HV * B * T > 0,
     )
@@ -1030,7 +1044,8 @@ def fwd_intra(
     with B = 1, rows without tokens allowed; None: every row of the batch is one sequence.
 
     A, Aqk [B, T, HV, 64] in the dtype of q; rows outside every chunk are not written. q_rstd, k_rstd
-    [B, T, H] fp32, None without ``l2norm``. total [NT, HV, K] fp32, NT = B ceil(T / 64) or the rows of
+    [B, T, H] fp32, None without ``l2norm``. total [NT, HV, 9 K] fp32: the decay of a chunk, of what of it comes
+    before each block of 16 tokens (4 K) and of what comes after it (4 K); NT = B ceil(T / 64) or the rows of
     ``table``, of which those without tokens are not written. Runs on the current stream of the device.
     ValueError or TypeError for anything outside this.
     """

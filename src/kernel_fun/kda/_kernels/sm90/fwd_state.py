@@ -15,7 +15,7 @@ stored. Without o, as the backward rescans, neither q nor Aqk is read.
 
 Modes in global memory: q, k, g, A, Aqk (T, D, heads, B); v, o, v_new (V, T, heads, B); h (V, K, heads, NT).
 
-    tiles      BT=64  K  BV=128, or 64 for few chains     grid (V/BV, HV, N) flattened, V tiles adjacent
+    tiles      BT=64  K  BV=128 or 64, see v_tile()       grid (V/BV, HV, N) flattened, V tiles adjacent
     role       warps          does
     BUILD      0..K/16-1      qE, kE, kR in place
     STATE      next BV/16     t, v_new, o, S; stores o, v_new, h; its first warp issues the loads
@@ -36,6 +36,7 @@ import cutlass
 from cutlass import Float32, Int32, const_expr, cute
 from cutlass.cute.nvgpu import cpasync
 
+from kernel_fun._common.device import of
 from kernel_fun._cute import copy, pipe, wgmma
 from kernel_fun._cute.compat import SmemAllocator
 from kernel_fun._cute.compile import Program, jit, symbol
@@ -59,11 +60,20 @@ from kernel_fun.kda._kernels.sm90.chunk_inputs import (
     facts_of,
     v_tile,
 )
-from kernel_fun.kda._kernels.sm90.operands import BT, ROWS, STATE_BARRIER, Builder, Chain, ScanConfig
+from kernel_fun.kda._kernels.sm90.operands import (
+    BC,
+    BT,
+    ROWS,
+    STATE_BARRIER,
+    Builder,
+    Chain,
+    ScanConfig,
+    ask_ahead,
+)
 from kernel_fun.kda._kernels.sm90.rows import uninitialised, zeros
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,9 +113,7 @@ class Config(ScanConfig):
         io = 2
         row = self.BV * BT * io + (1 + self.want_o) * BT * BT * io
         barriers = 128
-        small = 4 * (
-            BT * raw_stages + self.K * self.row_stages + 2 * self.span * self.build.warps * self.l2norm
-        )
+        small = 4 * (BT * raw_stages + self.K * self.row_stages + 2 * BC * self.build.warps * self.l2norm)
         out = self.BV * BT * io * (self.want_o + self.want_v_new) + self.BV * self.K * io * self.want_h
         tiles = self.raw_bytes * raw_stages + row * self.row_stages + out
         return tiles + -(-(small + barriers) // ALIGN_BYTES) * ALIGN_BYTES
@@ -209,8 +217,8 @@ class KdaFwdStateSm90:
             pipe.take_registers(c.build, entry)
             rows = mBeta, *mRstds, chain.b, chain.start, hv, hv // G
             self.builder.run(
-                st, rings, self.padded, rows, self.builder.head(parameters, hv, lower_bound), scale, warpgroup,
-                chain.length, chain.NT,
+                st, rings, self.padded, rows, cute.domain_offset((chain.first, 0), mTotal[None, hv, None]),
+                self.builder.head(parameters, hv, lower_bound), scale, chain.length, chain.NT,
             )  # fmt: skip
         else:
             pipe.take_registers(c.state, entry)
@@ -224,7 +232,10 @@ class KdaFwdStateSm90:
             ]
             if const_expr(c.want_o):
                 more += [chain.load(*tmaAqk, hv, self.A, st.Aqk)]
-            gTotal = cute.domain_offset((chain.first, 0), mTotal[None, hv, None])
+            gAround = cute.domain_offset((chain.first, 0), mTotal[None, hv, None])
+            gTotal = cute.make_tensor(
+                gAround.iterator, cute.make_layout((gAround.shape[0], c.K), stride=gAround.stride)
+            )
             sTotal = st.total.get_tensor(cute.make_layout((c.K, c.row_stages)))
             cols = lambda m: cute.local_tile(
                 cute.domain_offset((0, chain.start), m[None, None, hv, chain.b]), (ROWS, BT), (tile, None)
@@ -244,7 +255,7 @@ class KdaFwdStateSm90:
                 gH = cute.local_tile(gH, (ROWS, c.K), (tile, 0, None))
                 h = outH[0], gH, self.H.view(st.h)[None, None, half], None
             self.hold(
-                st, rings, (self.builder.loads(chain, raws, st, hv, G), more, gTotal, sTotal), (o, v_new, h),
+                st, rings, (self.builder.loads(chain, raws, st, hv, G), more, gTotal, sTotal, gAround), (o, v_new, h),
                 state(mH0) if const_expr(c.has_h0) else None, state(mHt) if const_expr(c.want_ht) else None,
                 half, chain.length, chain.NT,
             )  # fmt: skip
@@ -370,11 +381,12 @@ class KdaFwdStateSm90:
         barrier = raw.expect(at)
         for tma, tXsX, tXgX in loads[0]:
             cute.copy(tma, tXgX[None, n], tXsX[None, at.index], tma_bar_ptr=barrier)
+        ask_ahead(loads[4], n, self.config.K)
 
     @cute.jit
     def load_row(self, row, at, loads, n: Int32):
         """v, A, Aqk and total of chunk n, once the slot is free."""
-        _, rows, gTotal, sTotal = loads
+        _, rows, gTotal, sTotal, _ = loads
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32, num_bits_per_copy=32 * self.config.K)
         row.wait_empty(at)
         barrier = row.expect(at)
@@ -481,7 +493,7 @@ NAMES = ("q", "k", "v", "g", "A", "Aqk", "total", "h0")
 
 @lru_cache(maxsize=4096)
 def prepare(
-    facts: tuple[Any, ...], *, scale: float, gate: str, lower_bound: float | None, beta_mode: str, l2norm: bool,
+    facts: tuple[Any, ...], at: device, *, scale: float, gate: str, lower_bound: float | None, beta_mode: str, l2norm: bool,
     state_v_first: bool, want_ht: bool, want_h: bool, want_v_new: bool, want_o: bool,
 ) -> Plan:  # fmt: skip
     """Everything about a launch but addresses. ValueError or TypeError names the argument that does not fit."""
@@ -501,7 +513,7 @@ def prepare(
         check("h0", h0, states, (torch.float32,), 16)
     config = Config(
         **chunk_facts(q, g, beta, A_log, dt_bias, cu_seqlens, gate=gate, beta_mode=beta_mode, l2norm=l2norm),
-        BV=_v_tile(N * HV, V, wide=g[2] is torch.float32 and want_o and (want_h or want_v_new)),
+        BV=_v_tile(N * HV, V, of(at).sms, wide=g[2] is torch.float32 and want_o and (want_h or want_v_new)),
         state_v_first=state_v_first,
         has_h0=h0 is not None,
         want_o=want_o,
@@ -513,9 +525,9 @@ def prepare(
     return Plan(config, states, (NT, HV, K, V), scalars, B * T * HV * V * N > 0)
 
 
-def _v_tile(chains: int, V: int, *, wide: bool) -> int:
+def _v_tile(chains: int, V: int, sms: int, *, wide: bool) -> int:
     """BV from counts alone; ``wide``: fp32 g, o and kept states together leave no room for 128."""
-    return 64 if wide else v_tile(chains, V)
+    return 64 if wide else v_tile(chains, V, sms)
 
 
 def launch(
@@ -588,7 +600,7 @@ def fwd_state(
 
     q, k ``[B, T, H, K]``, v ``[B, T, HV, V]``, g ``[B, T, HV, K]``, beta ``[B, T, HV]``: the caller's own, io
     dtype bf16 or fp16; g and beta may be fp32. A, Aqk ``[B, T, HV, 64]`` io, scale in Aqk; q_rstd, k_rstd
-    ``[B, T, H]`` fp32 with ``l2norm``, else None; total ``[NT, HV, K]`` fp32. h0 ``[N, HV, K, V]`` fp32
+    ``[B, T, H]`` fp32 with ``l2norm``, else None; total ``[NT, HV, 9 K]`` fp32, as fwd_intra gives it. h0 ``[N, HV, K, V]`` fp32
     (``[N, HV, V, K]`` with ``state_v_first``) or None for zeros. A_log ``[HV]``, dt_bias ``[HV, K]`` fp32 or
     None for zeros; not read by gate "log". ``table``: None for a dense batch, else (cu_seqlens ``[N + 1]`` int32
     or int64, first chunk of each sequence ``[N + 1]`` int32).
@@ -602,7 +614,7 @@ def fwd_state(
         A_log = dt_bias = None
     given = q, k, v, g, beta, A, Aqk, q_rstd, k_rstd, total, h0, A_log, dt_bias, *(table or (None, None))
     plan = prepare(
-        facts_of(*given), scale=scale, gate=gate, lower_bound=lower_bound, beta_mode=beta_mode, l2norm=l2norm,
+        facts_of(*given), q.device, scale=scale, gate=gate, lower_bound=lower_bound, beta_mode=beta_mode, l2norm=l2norm,
         state_v_first=state_v_first, want_ht=want_ht, want_h=want_h, want_v_new=want_v_new, want_o=want_o,
     )  # fmt: skip
     check_addresses(NAMES, (q, k, v, g, A, Aqk, total, h0))

@@ -5,8 +5,11 @@ Per chunk of BT = 64 tokens, a = 2^(log2 decay) [BT, K], one exponential per tok
     E[t] = a[0] ... a[t]      R[t] = a[t+1] ... a[63]      fp32, products only: exact for a gate of -inf
     qE = io(scale q^ E)       kE = io(-beta k^ E)          kR = io(k^ R)
 
-q^, k^ are q, k times their rstd. qE is written over q, kR over k, kE over g. Rows past the end of a sequence
-get a = 1 and q = k = beta = 0 by selection: what follows them in memory, NaN included, enters no product.
+q^, k^ are q, k times their rstd. A BUILD warp has a block of BC = 16 tokens and 64 channels; the decays of the chunk
+before its block and after it come from fwd_intra, so that no warp waits for another. In bf16 a scale and its decay are
+rounded before they meet q or k. qE is written over q, kR over k, kE over g. Rows past the end of a sequence get q = k
+= beta = 0 and a gate without decay before anything reads them: what follows them in memory, NaN included, enters no
+product.
 
     role       warps          does
     BUILD      0..K/16-1      the operands
@@ -27,19 +30,38 @@ from cutlass import Float32, Int32, Int64, const_expr, cute
 
 from kernel_fun._cute import pipe, wgmma
 from kernel_fun._cute.compile import DTYPES
-from kernel_fun._cute.decay import GATES, LOG2E, Gate
+from kernel_fun._cute.decay import GATES, LOG2E, NO_DECAY, exp2, magnitude, normal_exp2
 from kernel_fun._cute.pipe import Pipe, Role
 from kernel_fun._cute.tile import SMEM_BYTES, Tile, tma_parts, tokens_first, vector
-from kernel_fun._cute.warp import pack, select, unpack
+from kernel_fun._cute.warp import pack, product, select, unpack
 
 BT = 64
 ROWS = wgmma.M
 """Columns of V a STATE warpgroup owns: the rows of its products."""
 BETAS = ("raw", "sigmoid", "sigmoid2")
+BC = 16
+"""Tokens of a block, a BUILD warp's for 64 channels."""
+BLOCKS = BT // BC
+DECAYS = 1 + 2 * BLOCKS
+"""Rows of K decays fwd_intra gives of a chunk: of all of it, before each block, after each block."""
 BARRIER = 1
-"""First of the named barriers of BUILD; a half of the channels adds its index."""
+"""The named barrier of BUILD."""
 STATE_BARRIER = 3
 """First of the named barriers a kernel may use in STATE."""
+
+
+def at(word: Any, t: int) -> Any:
+    """The word of row t from that of row 0 of a block."""
+    return (word ^ (4 * (t % 8))) + 32 * t
+
+
+def ask_ahead(table: cute.Tensor, n: Any, K: int) -> None:
+    """The decays around the blocks of chunk n to L2, by one thread of a warp."""
+    with cute.arch.elect_one():
+        cute.arch.inline_ptx(
+            "cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};",
+            read_only_args=[table[n, None].iterator.toint(), Int32(4 * K * DECAYS)],
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,19 +112,20 @@ class ScanConfig:
 
     @property
     def builders(self) -> int:
-        """BUILD warpgroups. With BV = 64 the registers of the absent STATE warpgroup go to twice as many."""
-        return self.K // 64 * (2 if self.BV == 64 else 1)
+        """BUILD warpgroups: a warp for each block of 64 channels."""
+        return self.K // 64
 
     @property
-    def span(self) -> int:
-        """Tokens a BUILD warp turns into operands, for 64 channels."""
-        return BT * self.K // 64 // (4 * self.builders)
+    def is_tight(self) -> bool:
+        """Whether a BUILD thread has too few registers for all words of its block at once."""
+        return self.BV == 128
 
     @property
     def batch(self) -> int:
-        """Tokens a BUILD thread holds as operands at once: fp16 and fp32 gates take registers for themselves."""
-        tight = (self.K, self.BV) == (128, 128) and (self.io == "float16" or self.wide_g)
-        return 1 if tight else 2
+        """Tokens whose words a BUILD thread reads at once."""
+        if not self.is_tight:
+            return 4
+        return 1 if self.wide_g else 2
 
     @property
     def holders(self) -> int:
@@ -120,7 +143,7 @@ class ScanConfig:
     @property
     def registers(self) -> tuple[int, int]:
         """Of a BUILD and of a STATE thread."""
-        by_tile = {(128, 128): (64, 192), (128, 64): (72, 192), (64, 128): (88, 208), (64, 64): (128, 240)}
+        by_tile = {(128, 128): (64, 192), (128, 64): (128, 240), (64, 128): (88, 208), (64, 64): (128, 240)}
         return by_tile[self.K, self.BV]
 
     @property
@@ -176,6 +199,55 @@ class Chain:
         return atom, *tma_parts(atom, cute.local_tile(gX, tile.shape, (None, 0)), tile.view(field))
 
 
+LOG1P = {
+    "bfloat16": (0.9996068754356341, -0.48641328873619527, 0.2540239853640637, -0.07434290223157722),
+    "float16": (
+        0.9999915957450867, -0.4993613660335541, 0.32520660758018494, -0.21004845201969147, 0.10122201591730118,
+        -0.023869045078754425,
+    ),
+}  # fmt: skip
+"""P(e) = log1p(e) / e on [0, 1], lowest power first; relative error 4e-4 and 8.5e-6. Of a decay E that is an error of
+at most 1.5e-4 and 3e-6, a tenth of what io rounds it by."""
+
+
+@dataclass
+class BlockDecay:
+    """The decay a of a token within its block, from its raw gate; see :class:`kernel_fun._cute.decay.Gate`.
+
+    As close as the operands it enters are rounded; the decays around a block come from fwd_intra. ``slope`` brings
+    a raw gate and its bias to y, the argument of the first exponential, and ``rate`` what is made of it to log2 a.
+    A softplus below 2^-126 counts as 0, whatever exp(A_log) is: l is off by exp(A_log - 87) at most.
+    """
+
+    kind: str
+    slope: Any
+    rate: Any = None
+    log1p: tuple[float, ...] = ()
+
+    @classmethod
+    def of_head(cls, config: ScanConfig, A_log: Any, lower_bound: Any) -> BlockDecay:
+        """``A_log``: fp32 value of the head, None for 0. ``lower_bound``: fp32, for bounded alone."""
+        if config.gate == "log":
+            return cls("log", Float32(LOG2E))
+        rate = normal_exp2((Float32(0.0) if A_log is None else A_log) * LOG2E)
+        if config.gate == "bounded":
+            return cls("bounded", rate * -LOG2E, lower_bound * LOG2E)
+        return cls("softplus", Float32(LOG2E), -rate, tuple(c * LOG2E for c in LOG1P[config.io]))
+
+    def of(self, g: Any, shift: Any) -> Any:
+        """a of a raw gate; ``shift``: its bias times slope."""
+        y = g * self.slope + shift
+        if self.kind == "log":
+            return exp2(y)
+        if self.kind == "bounded":
+            return exp2(self.rate * cute.arch.rcp_approx(exp2(y) + 1.0))
+        e = exp2(-magnitude(y))
+        P = Float32(self.log1p[-1])
+        for c in self.log1p[-2::-1]:
+            P = P * e + c
+        return exp2((P * e + cutlass.max(y, Float32(0.0))) * self.rate)
+
+
 class Builder:
     """BUILD. ``reverse``: from the last chunk of a chain to the first."""
 
@@ -194,7 +266,7 @@ class Builder:
         c = self.config
         small = {"beta": vector(Float32, BT * c.raw_stages)}
         if c.l2norm:
-            small["rstd"] = vector(Float32, 2 * c.span * c.build.warps)
+            small["rstd"] = vector(Float32, 2 * BC * c.build.warps)
         if c.reads_q:
             small["q"] = self.Q.field()
         return {**small, "k": self.Q.field(), "g": self.G.field()}
@@ -215,11 +287,11 @@ class Builder:
         return *found, chain.load(*atoms[4:], hv // G, self.Q, st.q)
 
     def head(self, parameters: Any, hv: Any, lower_bound: Any) -> Any:
-        """The gate of a head and its dt_bias."""
+        """The decay of a head and its dt_bias."""
         mALog, mBias = parameters
         c = self.config
-        gate = Gate.of_head(c.gate, mALog[hv] if c.has_A_log else None, lower_bound)
-        return gate, mBias[hv, None] if c.has_dt_bias else None
+        decay = BlockDecay.of_head(c, mALog[hv] if c.has_A_log else None, lower_bound)
+        return decay, mBias[hv, None] if c.has_dt_bias else None
 
     def at(self, step: Any, NT: Any) -> Any:
         """Chunk of the chain that is visited at a step."""
@@ -227,203 +299,218 @@ class Builder:
 
     @cute.jit
     def run(
-        self, st, rings, padded, scalars, head, scale: Float32, warpgroup: Int32, length: Int32, NT: Int32,
+        self, st, rings, padded, scalars, table, head, scale: Float32, length: Int32, NT: Int32,
     ):  # fmt: skip
-        """One pair of channels over ``span`` tokens of each chunk a thread.
+        """One block of tokens of each chunk a warp, one pair of channels a lane.
 
         ``rings``: raw, built, row. ``padded``: names and tiles of what of row must read as 0 past the end of a
         sequence; TMA sees to it in a dense batch. ``scalars``: beta, q_rstd and k_rstd [B, T, heads], then b, first
-        token, value head and query head. ``head``: what :meth:`head` gives.
+        token, value head and query head. ``table``: what fwd_intra calls total, by chunk of the chain. ``head``:
+        what :meth:`head` gives.
         """
         c = self.config
         raw, built, row = rings
-        gate, gBias = head
-        half = warpgroup * 4 // (BT // c.span)
-        part = pipe.index_of_warp() % (BT // c.span)
+        decay, gBias = head
+        warp = pipe.index_of_warp()
+        place = warp // BLOCKS, warp % BLOCKS
         sBeta = st.beta.get_tensor(cute.make_layout((BT, c.raw_stages)))
-        bias = cute.make_rmem_tensor(2, Float32)
-        bias.fill(0.0)
+        shift = cute.make_rmem_tensor(2, Float32)
+        shift.fill(0.0)
         if const_expr(c.has_dt_bias):
-            cute.autovec_copy(cute.local_tile(gBias, (2,), (half * 32 + cute.arch.lane_idx(),)), bias)
+            cute.autovec_copy(cute.local_tile(gBias, (2,), (place[0] * 32 + cute.arch.lane_idx(),)), shift)
             for e in cutlass.range_constexpr(
                 2
             ):  # arrived before the loop, whose first use would else wait each time
-                bias[e] = cute.arch.shuffle_sync_bfly(bias[e], offset=0)
+                shift[e] = cute.arch.shuffle_sync_bfly(shift[e], offset=0) * decay.slope
         at_raw, at_row = raw.read_cursor(), row.read_cursor()
         rstd, beta = Float32(0.0), self.beta(0.0)
+        around = cute.make_rmem_tensor((2, 2), Float32)
+        around.fill(1.0)
         if NT > 0:
-            rstd, beta = self.row_scalars(scalars, self.at(0, NT) * BT, length)
+            rstd, beta = self.row_scalars(scalars, place, self.at(0, NT) * BT, length)
+            for side in cutlass.range_constexpr(2):
+                self.ask_around(table, around, place, self.at(0, NT), side)
         for i in cutlass.range(NT, unroll=1):
+            left = length - self.at(i, NT) * BT
+            following = cutlass.max(cutlass.min(self.at(i + 1, NT), NT - 1), 0)
             raw.wait_full(at_raw)
-            rstd, beta = self.operands(
-                st, (row, at_row, padded), sBeta[None, at_raw.index], at_raw.index, (bias, gate), (rstd, beta),
-                scalars, scale, (half, part), self.at(i + 1, NT) * BT, length, length - self.at(i, NT) * BT,
-            )  # fmt: skip
+            if left < BT:
+                self.blank(st, at_raw.index, place, left)
+                if const_expr(c.is_packed):
+                    row.wait_full(at_row)
+                    self.clear(st, padded, at_row.index, place, left)
+            self.put_scalars(st, sBeta[None, at_raw.index], place, rstd, beta, scale, left)
+            # asked for here, a chunk before anything needs them; no branch, which would wait for the values
+            rstd, beta = self.row_scalars(scalars, place, following * BT, length)
+            cute.arch.sync_warp()  # no load moves down past it
+            a, k = self.forwards(
+                st, sBeta[None, at_raw.index], at_raw.index, place, (shift, decay), scale, around[None, 0]
+            )
+            self.ask_around(table, around, place, following, 0)
+            cute.arch.sync_warp()
+            self.backwards(st, at_raw.index, place, a, k, around[None, 1])
             built.publish(at_raw)
+            self.ask_around(table, around, place, following, 1)
             at_raw.advance()
             at_row.advance()
 
+    def ask_around(self, table: cute.Tensor, around: cute.Tensor, place: Any, n: Int32, side: int) -> None:
+        """Decay of a chunk before (side 0) or after the warp's block, of the lane's channels."""
+        half, block = place
+        pairs = self.config.K // 2
+        at = (1 + side * BLOCKS + block) * pairs + half * 32 + (pipe.thread_again() & 31)
+        cute.autovec_copy(cute.local_tile(table[n, None], (2,), (at,)), around[None, side])
+
     @cute.jit
-    def operands(
-        self, st, rows, sBeta: cute.Tensor, slot: Int32, decays, own_scalars, scalars, scale: Float32, place,
-        token_after: Int32, length: Int32, left: Int32,
-    ):  # fmt: skip
-        """q, k, g of one slot become qE, kR, kE. Returns the row scalars of the chunk at ``token_after``, on their way.
+    def blank(self, st, slot: Int32, place, left: Int32):
+        """Rows of the warp's block past the end of a sequence: q and k 0, g without decay, whatever TMA brought."""
+        c = self.config
+        half, block = place
+        wQ, wK, wE, word, word_E = self.words(st, slot, place)
+        for t in cutlass.range(cutlass.max(left - block * BC, 0), BC, unroll=1):
+            wK[word + 32 * t] = Int32(0)
+            if const_expr(c.reads_q):
+                wQ[word + 32 * t] = Int32(0)
+            no_decay = Float32(NO_DECAY[c.gate])
+            if const_expr(c.wide_g):
+                wG = self.G.words(st.g, Float32)
+                for u in cutlass.range_constexpr(2):
+                    wG[word_E + 32 * t + (half + u) * (BT * 32)] = no_decay
+            else:
+                wE[word_E + 32 * t] = pack(no_decay, no_decay, self.io)
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def put_scalars(self, st, sBeta: cute.Tensor, place, rstd: Float32, beta, scale: Float32, left: Int32):
+        """The scales of a warp's tokens to shared memory, and beta, for STATE too."""
+        c = self.config
+        lane = pipe.thread_again() & 31
+        if const_expr(c.l2norm):
+            self.own_scales(st)[lane] = rstd * select(lane < BC, scale, Float32(1.0))
+        r = place[1] * BC + (lane & (BC - 1))
+        active = select(r < left, self.activated(beta.to(Float32)), Float32(0.0))
+        if lane < BC:  # by the warps of both halves, each for itself
+            sBeta[r] = active
+
+    def own_scales(self, st: Any) -> cute.Tensor:
+        """The warp's factors of q, then of k, by token of its block."""
+        return st.rstd.get_tensor(cute.make_layout((2 * BC, self.config.build.warps)))[
+            None, pipe.index_of_warp()
+        ]
+
+    def words(self, st: Any, slot: Any, place: Any) -> Any:
+        """Words of q, k and E, and this thread's first one in q and k, and in E.
 
         32-bit words of the tiles: a pair of channels each, 32 a row of 128 bytes. The 128-byte swizzle puts the
         word of row t at ``word ^ 4 (t % 8)``.
         """
-        c, span = self.config, self.config.span
-        (bias, gate), (half, part) = decays, place
-        thread = pipe.thread_again()  # addresses are made anew for every chunk: registers hold the decays
-        lane, warp = thread % 32, thread // 32
+        half, block = place
+        own = half * (BT * 32) + block * (BC * 32) + (pipe.thread_again() & 31)
+        wQ = self.Q.words(st.q, Int32) if self.config.reads_q else None
         wK, wE = self.Q.words(st.k, Int32), self.E.words(st.g, Int32)
-        wQ = self.Q.words(st.q, Int32) if c.reads_q else None
-        own = half * (BT * 32) + part * (span * 32) + lane
-        word = own + slot * (self.Q.stage_bytes // 4)
-        word_E = own + slot * (self.G.stage_bytes // 4)
-        at = lambda base, t: (base ^ (4 * (t % 8))) + 32 * t
+        return wQ, wK, wE, own + slot * (self.Q.stage_bytes // 4), own + slot * (self.G.stage_bytes // 4)
 
-        # a; the words of g that hold the part's product once they have been read
-        if const_expr(c.wide_g):
-            wG = self.G.words(st.g, Int64)
-            word_G = (half * 2 + lane // 16) * (BT * 16) + part * (span * 16) + lane % 16
-            word_G = word_G + slot * (self.G.stage_bytes // 8)
-            exchange = (2 * word_G, 2 * word_G + 1)
-        else:
-            wG, word_G = wE, word_E
-            exchange = (at(word_E, 0), at(word_E, 1))
-        a = cute.make_rmem_tensor((span, 2), Float32)
-        step = 4 if c.wide_g else span
-        for first in cutlass.range_constexpr(0, span, step):
-            g = self.gates(wG, word_G, range(first, first + step))
-            for t in cutlass.range_constexpr(step):
-                for e in cutlass.range_constexpr(2):
-                    x = g[t][e]
-                    if const_expr(c.has_dt_bias):
-                        x = x + bias[e]
-                    a[first + t, e] = gate.decay(x)
-        if left < BT:
-            for t in cutlass.range_constexpr(span):
-                if part * span + t >= left:
-                    a[t, 0] = Float32(1.0)
-                    a[t, 1] = Float32(1.0)
-                    if const_expr(c.reads_q):
-                        wQ[at(word, t)] = Int32(0)
-                    wK[at(word, t)] = Int32(0)
-            if const_expr(c.is_packed):
-                row, at_row, padded = rows
-                row.wait_full(at_row)
-                self.clear(st, padded, at_row.index, (half, part, lane), left)
+    @cute.jit
+    def forwards(
+        self, st, sBeta: cute.Tensor, slot: Int32, place, decays, scale: Float32, E: cute.Tensor,
+    ):  # fmt: skip
+        """q and g of a block of tokens and 64 channels of one slot become qE and kE; returns its a, and k if at hand.
 
-        # the part's product, and those of the parts before and after
-        D = [a[0, 0], a[0, 1]]
-        for t in cutlass.range_constexpr(1, span):
-            for e in cutlass.range_constexpr(2):
-                D[e] = D[e] * a[t, e]
-        wD = self.E.words(st.g, Float32)
-        for e in cutlass.range_constexpr(2):
-            wD[exchange[e]] = D[e]
-        (rstd, beta), scales = own_scalars, None
-        r = part * span + lane % span
-        if const_expr(c.l2norm):
-            sRstd = st.rstd.get_tensor(cute.make_layout((2 * span, c.build.warps)))
-            if const_expr(span == 16) or lane < 2 * span:
-                sRstd[lane, warp] = rstd * select(lane < span, scale, Float32(-1.0))
-            scales = sRstd[None, warp]
-        if lane < span:  # by the warps of both halves, each for itself
-            sBeta[r] = select(r < left, self.activated(beta.to(Float32)), Float32(0.0))
-        # asked for here, half a chunk before anything needs them; no branch, which would wait for the values
-        ahead = self.row_scalars(scalars, token_after, length)
-        self.meet(half)
-        E = [Float32(1.0), Float32(1.0)]
-        R = [Float32(-1.0), Float32(-1.0)]  # k^ comes with a minus sign, for kE's sake
-        for u in cutlass.range_constexpr(BT // span):
-            for e in cutlass.range_constexpr(2):
-                x = wD[exchange[e] + (u - part) * (span * 32)]
-                if const_expr(u < BT // span - 1):
-                    E[e] = E[e] * select(u < part, x, Float32(1.0))
-                if const_expr(u > 0):
-                    R[e] = R[e] * select(u > part, x, Float32(1.0))
-        self.meet(half)
-
-        # forwards: qE, kE; then backwards: kR. Words are read a batch ahead: no load may pass a store
-        size = c.batch
-        batches = span // size
-        q, k = self.words(wQ, word, 0) if c.reads_q else None, self.words(wK, word, 0)
-        sq, sk = self.rstds(scales, 0, scale), self.rstds(scales, batches, Float32(-1.0))
-        own_beta = cute.local_tile(sBeta, (span,), (part,))
-        sb = self.rstds(own_beta, 0, None)
-        for b in cutlass.range_constexpr(batches):
-            xQ, xK = [], []
-            for t in cutlass.range_constexpr(size):
-                pk, fk = unpack(k[t], self.io), sk[t] * sb[t]
-                pq = unpack(q[t], self.io) if c.reads_q else None
-                for e in cutlass.range_constexpr(2):
-                    E[e] = E[e] * a[size * b + t, e]
-                    if const_expr(c.reads_q):
-                        xQ.append(pq[e] * sq[t] * E[e])
-                    xK.append(pk[e] * fk * E[e])
-            last = b
-            if const_expr(b + 1 < batches):
-                last = b + 1
+        E: decay of the chunk before the block. Words are read ahead where registers are left: no load may pass a
+        store.
+        """
+        c, n = self.config, self.config.batch
+        shift, decay = decays
+        wQ, wK, wE, word, word_E = self.words(st, slot, place)
+        sScale = self.own_scales(st) if const_expr(c.l2norm) else None
+        own_beta = cute.local_tile(sBeta, (BC,), (place[1],))
+        step = BC // 2 if const_expr(c.is_tight and not c.wide_g) else BC
+        a = cute.make_rmem_tensor((BC, 2), Float32)
+        k = q = None
+        for first in cutlass.range_constexpr(0, BC, step):
+            for t in cutlass.range_constexpr(first, first + step, 4):
+                g = self.gates(st, slot, place, range(t, t + 4))
+                for u in cutlass.range_constexpr(4):
+                    for e in cutlass.range_constexpr(2):
+                        a[t + u, e] = decay.of(g[u][e], shift[e])
+            if const_expr(c.wide_g):
+                self.meet()
+            if const_expr(not c.is_tight):
+                k = [wK[at(word, t)] for t in range(BC)]
+                q = [wQ[at(word, t)] for t in range(BC)] if const_expr(c.reads_q) else None
+            for b in cutlass.range_constexpr(first, first + step, n):
+                kb, sk = self.batch_of(k, wK, word, b), self.scales(sScale, BC + b, Float32(1.0))
+                sb = self.scales(own_beta, b, None)
                 if const_expr(c.reads_q):
-                    q, sq = self.words(wQ, word, last), self.rstds(scales, last, scale)
-                sb = self.rstds(own_beta, last, None)
-            k, sk = self.words(wK, word, last), self.rstds(scales, batches + last, Float32(-1.0))
-            for t in cutlass.range_constexpr(size):
-                if const_expr(c.reads_q):
-                    wQ[at(word, size * b + t)] = pack(xQ[2 * t], xQ[2 * t + 1], self.io)
-                wE[at(word_E, size * b + t)] = pack(xK[2 * t], xK[2 * t + 1], self.io)
-        for b in cutlass.range_constexpr(batches - 1, -1, -1):
-            xK = [None] * (2 * size)
-            for t in cutlass.range_constexpr(size - 1, -1, -1):
-                pk = unpack(k[t], self.io)
+                    qb, sq = self.batch_of(q, wQ, word, b), self.scales(sScale, b, scale)
+                for u in cutlass.range_constexpr(n):
+                    for e in cutlass.range_constexpr(2):
+                        E[e] = E[e] * a[b + u, e]
+                    wE[at(word_E, b + u)] = self.scaled(kb[u], -(sk[u] * sb[u]), E)
+                    if const_expr(c.reads_q):
+                        wQ[at(word, b + u)] = self.scaled(qb[u], sq[u], E)
+        return a, k
+
+    @cute.jit
+    def backwards(self, st, slot: Int32, place, a: cute.Tensor, k, R: cute.Tensor):
+        """k of a block becomes kR; R: decay of the chunk after the block."""
+        n = self.config.batch
+        _, wK, _, word, _ = self.words(st, slot, place)
+        sScale = self.own_scales(st) if const_expr(self.config.l2norm) else None
+        read = lambda b: (self.batch_of(k, wK, word, b), self.scales(sScale, BC + b, Float32(1.0)))
+        ahead = read(BC - n)
+        for b in cutlass.range_constexpr(BC - n, -1, -n):
+            kb, sk = ahead
+            kR = [None] * n
+            for u in cutlass.range_constexpr(n - 1, -1, -1):
+                kR[u] = self.scaled(kb[u], sk[u], R)
                 for e in cutlass.range_constexpr(2):
-                    xK[2 * t + e] = pk[e] * sk[t] * R[e]
-                    R[e] = R[e] * a[size * b + t, e]
+                    R[e] = R[e] * a[b + u, e]
             if const_expr(b > 0):
-                k, sk = self.words(wK, word, b - 1), self.rstds(scales, batches + b - 1, Float32(-1.0))
-            for t in cutlass.range_constexpr(size):
-                wK[at(word, size * b + t)] = pack(xK[2 * t], xK[2 * t + 1], self.io)
-        return ahead
+                ahead = read(b - n)
+            for u in cutlass.range_constexpr(n):
+                wK[at(word, b + u)] = kR[u]
 
-    def row_scalars(self, scalars: Any, token: Any, length: Any) -> tuple[Any, Any]:
-        """As they are in memory: a lane's q_rstd or, from lane ``span`` on, k_rstd of the chunk at ``token``, and beta.
+    def batch_of(self, words: Any, wX: cute.Tensor, word: Any, first: int) -> list[Any]:
+        """The words of a batch of tokens, read here unless they are at hand."""
+        tokens = range(first, first + self.config.batch)
+        return [wX[at(word, t)] if words is None else words[t] for t in tokens]
+
+    def scaled(self, word: Any, scale: Any, x: Any) -> Any:
+        """A pair of channels times a scale and a pair of decays, rounded; in bf16 their product is rounded before."""
+        if self.io is cutlass.BFloat16:
+            return product(word, pack(x[0] * scale, x[1] * scale, self.io), self.io)
+        u = unpack(word, self.io)
+        return pack(*(u[e] * scale * x[e] for e in range(2)), self.io)
+
+    def row_scalars(self, scalars: Any, place: Any, token: Any, length: Any) -> tuple[Any, Any]:
+        """As they are in memory: a lane's q_rstd or, from lane 16 on, k_rstd of the chunk at ``token``, and beta.
 
         Of the nearest token where the chunk has none.
         """
         mBeta, mQr, mKr, b, start, hv, h = scalars
-        c, span = self.config, self.config.span
-        thread = pipe.thread_again()
-        lane, part = thread % 32, thread // 32 % (BT // span)
-        t = start + cutlass.max(cutlass.min(token + part * span + lane % span, length - 1), 0)
+        c = self.config
+        lane = pipe.thread_again() & 31
+        t = token + place[1] * BC + (lane & (BC - 1))
+        t = start + cutlass.max(cutlass.min(t, length - 1), 0)
         rstd = Float32(0.0)
         if c.l2norm:
-            which = Int64(cutlass.select_(lane < span, mQr.iterator.toint(), mKr.iterator.toint()))
+            which = Int64(cutlass.select_(lane < BC, mQr.iterator.toint(), mKr.iterator.toint()))
             pointer = cute.make_ptr(Float32, which, cute.AddressSpace.gmem, assumed_align=4)
             rstd = cute.make_tensor(pointer, mQr.layout)[b, t, h]
         return rstd, mBeta[b, t, hv]
 
     @cute.jit
-    def meet(self, half: Int32):
-        """Barrier of the warps of a half of the channels, which exchange their products.
-
-        Of both halves where the operand lies under the other's fp32 gates. The numbers are known at compile time.
-        """
-        c = self.config
-        if const_expr(c.wide_g or c.K == 64):
-            cute.arch.barrier(barrier_id=BARRIER, number_of_threads=c.build.threads)
-        elif half == 0:
-            cute.arch.barrier(barrier_id=BARRIER, number_of_threads=c.build.threads // 2)
-        else:
-            cute.arch.barrier(barrier_id=BARRIER + 1, number_of_threads=c.build.threads // 2)
+    def meet(self):
+        """Barrier of BUILD: fp32 gates have been read where the operand of the other half of the channels will lie."""
+        cute.arch.barrier(barrier_id=BARRIER, number_of_threads=self.config.build.threads)
 
     @cute.jit
     def clear(self, st, padded, slot: Int32, place, left: Int32):
-        """Zero the rows past the end of the padded tiles, 64 x 64 blocks of them shared by the halves."""
-        c, span = self.config, self.config.span
-        half, part, lane = place
+        """Zero the warp's rows past the end of the padded tiles, 64 x 64 parts of them shared by the halves."""
+        c = self.config
+        half, block = place
+        lane = pipe.thread_again() & 31
         blocks = [
             (getattr(st, name), tile, u)
             for name, tile in padded
@@ -432,31 +519,31 @@ class Builder:
         for i in cutlass.range_constexpr(len(blocks)):
             field, tile, u = blocks[i]
             words = tile.words(field, Int32)
-            base = slot * (tile.stage_bytes // 4) + u * (BT * 32) + part * (span * 32) + lane
+            base = slot * (tile.stage_bytes // 4) + u * (BT * 32) + block * (BC * 32) + lane
             if half == i % (c.K // 64):
-                for t in cutlass.range_constexpr(span):
-                    if part * span + t >= left:
+                for t in cutlass.range_constexpr(BC):
+                    if block * BC + t >= left:
                         words[base + 32 * t] = Int32(0)
 
-    def words(self, wX: cute.Tensor, word: Any, batch: int) -> list[Any]:
-        """A batch of this thread's words."""
-        size = self.config.batch
-        rows = range(size * batch, size * batch + size)
-        return [wX[(word ^ (4 * (row % 8))) + 32 * row] for row in rows]
+    def scales(self, sScale: Any, first: int, constant: Any) -> list[Any]:
+        """Of a batch of tokens; the constant where there are none."""
+        n = self.config.batch
+        if sScale is None:
+            return [constant] * n
+        found = cute.make_rmem_tensor(n, Float32)
+        cute.autovec_copy(cute.local_tile(sScale, (n,), (first // n,)), found)
+        return [found[i] for i in range(n)]
 
-    def rstds(self, scales: Any, batch: int, constant: Any) -> Any:
-        """The scale of each token of a batch."""
-        size = self.config.batch
-        if scales is None:
-            return [constant] * size
-        rstd = cute.make_rmem_tensor(size, Float32)
-        cute.autovec_copy(cute.local_tile(scales, (size,), (batch,)), rstd)
-        return rstd
-
-    def gates(self, wG: cute.Tensor, word: Any, tokens: range) -> list[Any]:
-        """This thread's raw gates: per token of the part, the two channels."""
+    def gates(self, st: Any, slot: Any, place: Any, tokens: range) -> list[Any]:
+        """This thread's raw gates: per token of the block, the two channels."""
         if not self.config.wide_g:
-            return [unpack(wG[(word ^ (4 * (t % 8))) + 32 * t], self.io) for t in tokens]
+            _, _, wE, _, word_E = self.words(st, slot, place)
+            return [unpack(wE[at(word_E, t)], self.io) for t in tokens]
+        half, block = place
+        lane = pipe.thread_again() & 31
+        wG = self.G.words(st.g, Int64)
+        word = (half * 2 + (lane >> 4)) * (BT * 16) + block * (BC * 16) + (lane & 15)
+        word = word + slot * (self.G.stage_bytes // 8)
         pairs = []
         for t in tokens:
             both = cute.make_rmem_tensor(1, Int64)

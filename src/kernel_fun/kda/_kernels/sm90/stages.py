@@ -52,7 +52,7 @@ def _scan(call: Call, intra: Intra, *, wants_ht: bool, keep: bool, wants_o: bool
     plan = call.notes.get(wanted)
     if plan is None:
         plan = call.notes[wanted] = state_kernel.prepare(
-            facts_of(*given), state_v_first=call.state_v_first, want_ht=wants_ht, want_h=keep, want_v_new=keep,
+            facts_of(*given), q.device, state_v_first=call.state_v_first, want_ht=wants_ht, want_h=keep, want_v_new=keep,
             want_o=wants_o, **_forms(call),
         )  # fmt: skip
     return Scan(*state_kernel.launch(plan, *given))
@@ -80,7 +80,7 @@ def bwd_state(
     plan = call.notes.get("bwd_state")
     if plan is None:
         plan = call.notes["bwd_state"] = reverse_kernel.prepare(
-            facts_of(*given), state_v_first=call.state_v_first, want_dh0=call.initial_state is not None,
+            facts_of(*given), q.device, state_v_first=call.state_v_first, want_dh0=call.initial_state is not None,
             **_forms(call),
         )  # fmt: skip
     return ReverseScan(*reverse_kernel.launch(plan, *given), h, v_new)
