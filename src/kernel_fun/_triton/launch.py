@@ -14,8 +14,11 @@ if TYPE_CHECKING:
 def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
     """Make the tensor's GPU current; nothing where it is, nor on a CPU."""
     if tensor.device.type != "cuda" or tensor.device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
+        return _NOTHING
     return torch.cuda.device(tensor.device)
+
+
+_NOTHING = contextlib.nullcontext()
 
 
 def strides(tensor: Tensor | None, dims: int) -> tuple[int, ...]:

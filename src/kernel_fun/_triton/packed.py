@@ -60,6 +60,6 @@ def packed_rows(cu_seqlens: Tensor, T: int) -> Tensor:
     N = cu_seqlens.shape[0] - 1
     rows = torch.empty(3, T, dtype=torch.int32, device=cu_seqlens.device)
     if T > 0:
-        steps = triton.next_power_of_2(N + 2).bit_length()
-        packed_rows_triton[(triton.cdiv(T, BLOCK),)](cu_seqlens, rows, T, N, STEPS=steps, BLOCK=BLOCK)
+        steps = (N + 1).bit_length() + 1  # halvings of the next power of two to N + 2
+        packed_rows_triton[(-(-T // BLOCK),)](cu_seqlens, rows, T, N, STEPS=steps, BLOCK=BLOCK)
     return rows

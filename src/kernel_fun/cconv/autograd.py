@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -41,7 +41,7 @@ class CausalConv1d(torch.autograd.Function):
         dy, dht = grad_outputs
         if dy is None and dht is None:
             return (None,) * (2 + len(TENSORS))
-        with torch.no_grad():
+        with no_grad():
             gradients = CausalConv1d._gradients(ctx, dy, dht)
         if torch.is_grad_enabled():
             gradients = _NoDoubleBackward.apply(len(gradients), *gradients, dy, dht, *ctx.saved_tensors)
@@ -52,7 +52,7 @@ class CausalConv1d(torch.autograd.Function):
         x, weight, bias, h0, _ = ctx.saved_tensors
         call = Call.for_backward(ctx.facts, x, weight, bias, h0)
         wants = dict(zip(TENSORS, ctx.needs_input_grad[2:]))
-        bwd = cast("Bwd", ctx.plan.load("bwd"))
+        bwd: Bwd = ctx.plan.load("bwd")
         given = torch.zeros_like(x, memory_format=torch.contiguous_format) if dy is None else dy
         with no_autocast(x):
             g = bwd(call, given, dht, wants["weight"] or wants["bias"])
@@ -87,7 +87,7 @@ def residual_gradient(call: Call, dy: Tensor) -> Tensor:
 
 
 def forward(call: Call, plan: Plan) -> tuple[Tensor, Tensor | None]:
-    fwd = cast("Fwd", plan.load("fwd"))
+    fwd: Fwd = plan.load("fwd")
     with no_autocast(call.x):
         y, ht = fwd(call)
     settle(call.x)
@@ -98,7 +98,7 @@ def run(call: Call, plan: Plan) -> tuple[Tensor, Tensor | None]:
     """Forward with or without a graph: (y, final state)."""
     if plan.problem.needs_grad:
         return CausalConv1d.apply(call, plan, *call.tensors())
-    with torch.no_grad():
+    with no_grad():
         return forward(call, plan)
 
 
@@ -106,7 +106,15 @@ def no_autocast(x: Tensor) -> contextlib.AbstractContextManager[object]:
     """The op computes in its own dtypes, whatever an enclosing autocast says."""
     if torch.is_autocast_enabled(x.device.type):
         return torch.autocast(x.device.type, enabled=False)
-    return contextlib.nullcontext()
+    return _NOTHING
+
+
+def no_grad() -> contextlib.AbstractContextManager[object]:
+    """No graph is recorded; nothing to do where none is anyway."""
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
+
+
+_NOTHING = contextlib.nullcontext()
 
 
 def settle(x: Tensor) -> None:

@@ -26,7 +26,7 @@ def signature(a: dict[str, Any]) -> Hashable | None:
     if cu is not None and getattr(cu, "is_cpu", True):
         return None
     return KNOWN.signature(
-        (*(a[name] for name in TENSORS), cu), (a["output_final_state"], a["activation"], a["backend"])
+        (*[a[name] for name in TENSORS], cu), (a["output_final_state"], a["activation"], a["backend"])
     )
 
 

@@ -100,7 +100,7 @@ def causal_conv1d(
     if plan.backend == "fla":
         return fallback.causal_conv1d(call.verbatim)
     y, final_state = (autograd if call.split is None else context_parallel).run(call, plan)
-    return y.view(x.shape), final_state
+    return y if x.dim() == 3 else y.view(x.shape), final_state
 
 
 def _planned(signature: Hashable | None, arguments: dict[str, Any]) -> tuple[Call, Plan]:

@@ -258,11 +258,11 @@ def bwd(c: Call, dy: Tensor, dht: Tensor | None, wants_dw: bool) -> Gradients:
     with on_device_of(x):
         if dx.numel() > 0:
             t = config.bwd_tile(c, dht)
-            NT, R = triton.cdiv(T, t.BT), W + (bias is not None)
+            NT, R = config.parts(T, t.BT), W + (bias is not None)
             partial = None
             if wants_dw:
                 partial = torch.empty(B * NT, R, D, dtype=torch.float32, device=x.device)
-            cconv_bwd_triton[(B * NT * triton.cdiv(D, t.BD),)](
+            cconv_bwd_triton[(B * NT * config.parts(D, t.BD),)](
                 x, c.weight, bias, dy, h0, dht, rows_of(c), dx, partial,
                 T, NT, x.stride(0), dy.stride(0), *c.weight.stride(), *strides(h0, 3), *strides(dht, 3),
                 D=D, s_xt=x.stride(1), s_yt=dy.stride(1),
@@ -270,7 +270,7 @@ def bwd(c: Call, dy: Tensor, dht: Tensor | None, wants_dw: bool) -> Gradients:
             )  # fmt: skip
             if partial is not None:
                 BP, BC = config.REDUCE
-                cconv_bwd_reduce_triton[(triton.cdiv(R * D, BC),)](
+                cconv_bwd_reduce_triton[(config.parts(R * D, BC),)](
                     partial, dw, db, B * NT, D=D, W=W, R=R, BP=BP, BC=BC, num_warps=4
                 )
         dh0 = None
@@ -278,7 +278,7 @@ def bwd(c: Call, dy: Tensor, dht: Tensor | None, wants_dw: bool) -> Gradients:
             dh0 = torch.empty(c.N, D, W, dtype=h0.dtype, device=x.device)
             if dh0.numel() > 0:
                 BD = min(config.STATE_BD, triton.next_power_of_2(D))
-                cconv_bwd_initial_state_triton[(c.N * triton.cdiv(D, BD),)](
+                cconv_bwd_initial_state_triton[(c.N * config.parts(D, BD),)](
                     x, c.weight, bias, dy, h0, dht, c.cu_seqlens, dh0,
                     T, x.stride(0), x.stride(1), dy.stride(0), dy.stride(1),
                     *c.weight.stride(), *h0.stride(), *strides(dht, 3),

@@ -52,6 +52,11 @@ REDUCE = (64, 32)
 """Partials and columns of one step of the reduction."""
 
 
+def parts(n: int, size: int) -> int:
+    """Parts of a size that n needs; ``triton.cdiv`` takes constants of kernels apart first, at each call."""
+    return -(-n // size)
+
+
 def fwd_tile(c: Call) -> Tile:
     """The tile of the forward."""
     if c.cu_seqlens is not None and c.initial_state is not None:
@@ -79,6 +84,6 @@ def fitted(name: str, B: int, T: int, D: int) -> Tile:
         BD //= 2
     channels_per_warp = pinned.BD // pinned.warps
     BT = pinned.BT
-    while BT > SHORTEST and B * -(-T // BT) * -(-D // BD) < ENOUGH_PROGRAMS:
+    while BT > SHORTEST and B * parts(T, BT) * parts(D, BD) < ENOUGH_PROGRAMS:
         BT //= 2
     return replace(pinned, BD=BD, BT=BT, warps=max(1, BD // channels_per_warp))

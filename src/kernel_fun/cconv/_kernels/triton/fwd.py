@@ -143,8 +143,8 @@ def fwd(c: Call) -> tuple[Tensor, Tensor | None]:
     with on_device_of(x):
         if y.numel() > 0:
             t = config.fwd_tile(c)
-            NT = triton.cdiv(T, t.BT)
-            cconv_fwd_triton[(B * NT * triton.cdiv(D, t.BD),)](
+            NT = config.parts(T, t.BT)
+            cconv_fwd_triton[(B * NT * config.parts(D, t.BD),)](
                 x, c.weight, channels_last(c.bias), residual, h0, rows_of(c), y,
                 T, NT, x.stride(0), strides(residual, 3)[0], *c.weight.stride(), *strides(h0, 3),
                 D=D, s_xt=x.stride(1), s_rt=strides(residual, 3)[1],
@@ -158,7 +158,7 @@ def _final_state(c: Call, x: Tensor) -> Tensor:
     ht = torch.empty(c.N, D, W, dtype=x.dtype, device=x.device)
     if ht.numel() > 0:
         BD = min(config.STATE_BD, triton.next_power_of_2(D))
-        cconv_fwd_final_state_triton[(c.N * triton.cdiv(D, BD),)](
+        cconv_fwd_final_state_triton[(c.N * config.parts(D, BD),)](
             x, h0, c.cu_seqlens, ht,
             T, x.stride(0), x.stride(1), *strides(h0, 3),
             D=D, W=W, BD=BD, num_warps=2,

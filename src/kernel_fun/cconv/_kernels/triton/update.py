@@ -72,7 +72,7 @@ def update(s: Step) -> Tensor:
     if y.numel() > 0:
         BD = min(config.STATE_BD, triton.next_power_of_2(D))
         with on_device_of(s.x):
-            cconv_update_triton[(N * triton.cdiv(D, BD),)](
+            cconv_update_triton[(N * config.parts(D, BD),)](
                 s.x, s.cache, s.residual, s.weight, s.bias, y,
                 *s.x.stride(), *s.cache.stride(), *s.weight.stride(),
                 *strides(s.bias, 1), *strides(s.residual, 2),

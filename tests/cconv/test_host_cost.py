@@ -1,0 +1,79 @@
+"""What a warm call of causal_conv1d costs the host beside Triton's launches: calls made by our own Python."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import kernel_fun
+from kernel_fun._common import config, support
+from kernel_fun._common import device as devices
+from kernel_fun.cconv import causal_conv1d
+from kernel_fun.cconv._kernels.triton import bwd, fwd
+
+OURS = str(Path(kernel_fun.__file__).parent)
+
+
+class Nothing:
+    """A Triton kernel that launches nothing."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *arguments, **options: None
+
+
+@pytest.fixture(autouse=True)
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for module, name in (
+        (fwd, "cconv_fwd_triton"),
+        (bwd, "cconv_bwd_triton"),
+        (bwd, "cconv_bwd_reduce_triton"),
+    ):
+        monkeypatch.setattr(module, name, Nothing())
+    monkeypatch.setattr(support, "missing", lambda need: None)
+    monkeypatch.setenv(config.CCONV_BACKEND.name, "triton")
+    with devices.pretend("sm90"):
+        yield
+
+
+def calls_of(function: Callable[[], Any]) -> Counter[str]:
+    """Calls of our Python functions, and calls that they make of built-in ones."""
+    seen: Counter[str] = Counter()
+
+    def count(frame: FrameType, event: str, argument: Any) -> None:
+        if event in ("call", "c_call") and frame.f_code.co_filename.startswith(OURS):
+            seen[event] += 1
+
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("what", "ceiling"), [("inference", (35, 35)), ("training", (43, 40)), ("backward", (25, 20))]
+)
+def test_a_warm_call_makes_few_calls(what: str, ceiling: tuple[int, int]) -> None:
+    x, weight = torch.zeros(1, 64, 256, dtype=torch.bfloat16), torch.zeros(256, 4)
+    if what != "inference":
+        x.requires_grad_()
+        weight.requires_grad_()
+    step: Callable[[], Any] = lambda: causal_conv1d(x, weight, activation="silu")  # noqa: E731
+    if what == "backward":
+        y, _ = step()
+        dy = torch.ones_like(y)
+        step = lambda: torch.autograd.grad(y, (x, weight), dy, retain_graph=True)  # noqa: E731
+    step(), step()
+    found = calls_of(step)
+    assert 0 < found["call"] <= ceiling[0], found
+    assert 0 < found["c_call"] <= ceiling[1], found
