@@ -95,6 +95,28 @@ def test_boundaries_on_the_host_are_read_at_every_call() -> None:
         chunk_kda(**x, cu_seqlens=torch.tensor([0, 29, 20]))
 
 
+class OnADevice(torch.Tensor):
+    """Boundaries that the host does not see."""
+
+    is_cpu = False  # pyright: ignore
+
+
+def test_boundaries_beside_a_plan_are_read_at_every_call(plans: list[Any]) -> None:
+    x = make_inputs("bounded", T=20)
+    cu = torch.tensor([0, 9, 20]).as_subclass(OnADevice)
+    want = chunk_kda(**x, cu_seqlens=cu, cu_seqlens_cpu=torch.tensor([0, 9, 20]))[0]
+    again = chunk_kda(**x, cu_seqlens=cu, cu_seqlens_cpu=torch.tensor([0, 9, 20]))[0]
+    assert torch.equal(again, want)
+    assert len(plans) == 1
+    for wrong, message in (([0, 29, 20], "must not decrease"), ([0, 9, 21], "must end within the 20 tokens")):
+        with pytest.raises(ValueError, match=f"`cu_seqlens` {message}"):
+            chunk_kda(**x, cu_seqlens=cu, cu_seqlens_cpu=torch.tensor(wrong))
+    with pytest.raises(ValueError, match="`cu_seqlens_cpu` must be a CPU tensor of shape"):
+        chunk_kda(**x, cu_seqlens=cu, cu_seqlens_cpu=torch.tensor([0, 20]))
+    ((kept, _),) = KNOWN._answers.values()
+    assert not any(isinstance(value, torch.Tensor) for value in vars(kept).values())
+
+
 def test_ever_new_sizes_keep_a_bounded_number_of_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known, "LIMIT", 3)
     for T in range(1, 9):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kernel_fun._common import config
+from kernel_fun._common import check, config
 from kernel_fun._common.known import Known
 from kernel_fun.kda.call import TENSORS
 
@@ -20,17 +20,17 @@ _PARAMETERS = frozenset({"A_log", "dt_bias"})
 
 
 def signature(a: dict[str, Any]) -> Hashable | None:
-    """The signature of a call's arguments, or None if it is to be bound anew: where boundaries lie on the
-    host and are read, under context parallel, and with keywords beyond A_log and dt_bias."""
+    """The signature of a call's arguments, or None if it is to be bound anew: where ``cu_seqlens`` itself lies
+    on the host, under context parallel, and with keywords beyond A_log and dt_bias."""
     kwargs, cu = a["kwargs"], a["cu_seqlens"]
-    if a["cp_context"] is not None or a["cu_seqlens_cpu"] is not None or not kwargs.keys() <= _PARAMETERS:
+    if a["cp_context"] is not None or not kwargs.keys() <= _PARAMETERS:
         return None
     if cu is not None and getattr(cu, "is_cpu", True):
         return None
     return KNOWN.signature(
         (
             a["q"], a["k"], a["v"], a["g"], a["beta"], kwargs.get("A_log"), kwargs.get("dt_bias"),
-            a["initial_state"], cu,
+            a["initial_state"], cu, a["cu_seqlens_cpu"],
         ),
         (
             a["scale"], a["output_final_state"], a["use_qk_l2norm_in_kernel"], a["use_gate_in_kernel"],
@@ -42,20 +42,26 @@ def signature(a: dict[str, Any]) -> Hashable | None:
 
 
 def recall(signature: Hashable | None, a: dict[str, Any]) -> tuple[Call, Plan] | None:
-    """The bound call and the plan of a signature seen before, with the tensors of this call."""
+    """The bound call and the plan of a signature seen before, with the tensors of this call.
+
+    Raises ContractError where boundaries on the host, which are values and no part of a signature, are none.
+    """
     found = KNOWN.recall(signature)
     if found is None:
         return None
     call, plan = found
+    if a["cu_seqlens_cpu"] is not None:
+        check.boundaries("cu_seqlens", a["cu_seqlens_cpu"].tolist(), a["q"].shape[1])
     kwargs = a["kwargs"] if call.gate != "log" else {}
     return call.like(
         notes=call.notes, q=a["q"], k=a["k"], v=a["v"], g=a["g"], beta=a["beta"], A_log=kwargs.get("A_log"),
-        dt_bias=kwargs.get("dt_bias"), initial_state=a["initial_state"], cu_seqlens=a["cu_seqlens"], memo={},
+        dt_bias=kwargs.get("dt_bias"), initial_state=a["initial_state"], cu_seqlens=a["cu_seqlens"],
+        cu_seqlens_cpu=a["cu_seqlens_cpu"], memo={},
     ), plan  # fmt: skip
 
 
 def keep(signature: Hashable | None, call: Call, plan: Plan) -> None:
     """Remember a signature, if the plan is our own."""
     if plan.backend != "fla" and not call.unknown:
-        bare = call.like(notes=call.notes, **dict.fromkeys(TENSORS), cu_seqlens=None, verbatim={}, memo={})
-        KNOWN.keep(signature, (bare, plan))
+        none = dict.fromkeys((*TENSORS, "cu_seqlens", "cu_seqlens_cpu"))
+        KNOWN.keep(signature, (call.like(notes=call.notes, **none, verbatim={}, memo={}), plan))
