@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,6 +120,23 @@ def caller(candidate: str, case: Case, what: str) -> Callable[[], Outputs]:
         return {"dx": dx, "dw": dw}
 
     return backward
+
+
+@contextlib.contextmanager
+def step(candidate: str, case: Case, what: str) -> Generator[Callable[[], object]]:
+    """One pass of one candidate and nothing else."""
+    function, context = _function(candidate)
+    if what != "fwd":
+        call = caller(candidate, case, what)
+        with context():
+            yield call
+        return
+
+    def forward() -> object:
+        return function(**case.arguments)
+
+    with context(), torch.no_grad():
+        yield forward
 
 
 def _function(

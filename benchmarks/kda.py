@@ -11,7 +11,7 @@ import importlib.util
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import torch
@@ -115,6 +115,28 @@ def caller(candidate: str, case: Case, what: str) -> Callable[[], Outputs]:
             return testing.run(call_of, inputs, do=do)
 
     return call
+
+
+@contextlib.contextmanager
+def step(candidate: str, case: Case, what: str) -> Generator[Callable[[], object]]:
+    """One pass of one candidate and nothing else: a backward is asked for the gradients of all inputs."""
+    of, context = function(candidate)
+    grad = what == "fwdbwd"
+    leaves = {
+        name: x.detach().requires_grad_(grad)
+        for name, x in case.arguments.items()
+        if isinstance(x, Tensor) and x.is_floating_point()
+    }
+    arguments, wanted = {**case.arguments, **leaves}, tuple(leaves.values())
+
+    def forward() -> object:
+        return of(**arguments)
+
+    def both() -> object:
+        return torch.autograd.grad(of(**arguments)[0], wanted, case.upstream["do"], allow_unused=True)
+
+    with context(), torch.set_grad_enabled(grad):
+        yield both if grad else forward
 
 
 def function(

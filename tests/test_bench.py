@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ import pytest
 import torch
 
 from kernel_fun import cli, testing
+from kernel_fun._common import config
 from kernel_fun.bench import plot, probe, record, runner, suite, timing
 from kernel_fun.bench.record import Record, Row, Skipped
 from kernel_fun.bench.suite import Candidate, Case, Outputs, Work
 from kernel_fun.bench.timing import Quantiles
-from kernel_fun.kda import reference
+from kernel_fun.kda import chunk_kda, reference
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -97,6 +99,25 @@ class TestSuite:
         errors = kda.errors(case, "fwdbwd", found)["transformers"]
         assert set(errors) == {"o", "dq", "dk", "dv", "dg", "dbeta", "dA_log", "ddt_bias"}
         assert max(errors.values()) < 1e-3
+
+    @pytest.mark.parametrize("what", kda.PASSES)
+    def test_a_step_is_the_operation_of_the_candidate(
+        self, what: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        case = kda.case(kda.SHAPES["smoke"], "softplus_random", FP32, CPU)
+        found = kda.caller("eager", case, what)()
+        asked: list[str] = []
+        monkeypatch.setattr(
+            kda, "chunk_kda", lambda **x: asked.append(config.KDA_BACKEND.read()) or chunk_kda(**x)
+        )
+        with kda.step("eager", case, what) as step:
+            made = step()
+        assert asked == ["eager"]
+        if what == "fwd":
+            assert torch.equal(made[0], found["o"])
+        else:
+            assert torch.equal(made[0], found["dq"])
+            assert len(made) == len(found) - 1
 
     def test_segmented_oracle_is_the_recurrence(self) -> None:
         case = kda.case(kda.SHAPES["smoke_packed"], "softplus_random", FP32, CPU)
@@ -212,6 +233,9 @@ class FakeFamily:
             }
 
         return call
+
+    def step(self, candidate: str, case: Case, what: str) -> AbstractContextManager[Callable[[], object]]:
+        return nullcontext(self.caller(candidate, case, what))
 
     def errors(self, case: Case, what: str, found: Mapping[str, Outputs]) -> dict[str, dict[str, float]]:
         one = torch.tensor(1.0)

@@ -130,6 +130,8 @@ class _Comparison:
         for name, call in calls.items():
             fresh = self._fresh(name) if self.request.cold or device.type == "cpu" else {}
             on_gpu = device.type == "cuda"
+            with self.family.step(name, self.case, self.what) as step:
+                host_us = timing.host_us(step, device)
             self.record.rows.append(
                 Row(
                     bench=self.bench,
@@ -140,7 +142,7 @@ class _Comparison:
                     ms=timing.Quantiles.of(samples[name]),
                     rounds=len(samples[name]),
                     peak_bytes=timing.cuda_peak_bytes(call, device) if on_gpu else int(fresh["peak_bytes"]),
-                    host_us=timing.host_us(call, device),
+                    host_us=host_us,
                     cold_s=fresh.get("cold_s"),
                     error=errors[name],
                     flops=least.flops,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -79,6 +80,10 @@ class Family(Protocol):
 
     def caller(self, candidate: str, case: Case, what: str) -> Callable[[], Outputs]:
         """A call of one pass of a candidate, ready to be repeated; it returns what it computed."""
+        ...
+
+    def step(self, candidate: str, case: Case, what: str) -> AbstractContextManager[Callable[[], object]]:
+        """A context, and within it the operation alone: what a call of it costs the host is its own."""
         ...
 
     def errors(self, case: Case, what: str, found: Mapping[str, Outputs]) -> dict[str, dict[str, float]]:

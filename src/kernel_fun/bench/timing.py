@@ -82,10 +82,11 @@ class _Cuda:
         return begin.elapsed_time(end)
 
 
-def host_us(call: Call, device: torch.device, repeats: int = 20) -> float | None:
-    """Median time until a call returns to an idle device's host; None where the host computes."""
+def host_us(call: Call, device: torch.device, repeats: int = 100) -> float | None:
+    """Median time until a warm call returns, the device idle before it; None where the host computes."""
     if device.type != "cuda":
         return None
+    call()
     samples: list[float] = []
     for _ in range(repeats):
         torch.cuda.synchronize(device)

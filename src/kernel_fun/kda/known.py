@@ -20,8 +20,8 @@ _PARAMETERS = frozenset({"A_log", "dt_bias"})
 
 
 def signature(a: dict[str, Any]) -> Hashable | None:
-    """The signature of a call's arguments, or None if it is to be bound anew: where ``cu_seqlens`` itself lies
-    on the host, under context parallel, and with keywords beyond A_log and dt_bias."""
+    """The signature of a call's arguments, or None if it is to be bound anew: where ``cu_seqlens`` lies on
+    the host, under context parallel, and with keywords beyond A_log and dt_bias."""
     kwargs, cu = a["kwargs"], a["cu_seqlens"]
     if a["cp_context"] is not None or not kwargs.keys() <= _PARAMETERS:
         return None
