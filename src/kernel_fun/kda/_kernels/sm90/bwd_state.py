@@ -443,7 +443,7 @@ NAMES = ("q", "k", "g", "A", "Aqk", "total", "do", "dht")
 """What TMA or wide loads read."""
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)
 def prepare(
     facts: tuple[Any, ...], at: device, *, scale: float, gate: str, lower_bound: float | None, beta_mode: str, l2norm: bool,
     state_v_first: bool, want_dh0: bool,

@@ -934,7 +934,7 @@ class Plan:
     runs: bool
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)
 def prepare(
     facts: tuple[Facts | None, ...], at: device, *, scale: float, gate: str, lower_bound: float | None,
     beta_mode: str, l2norm: bool,

@@ -491,7 +491,7 @@ NAMES = ("q", "k", "v", "g", "A", "Aqk", "total", "h0")
 """What TMA or wide loads read."""
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)
 def prepare(
     facts: tuple[Any, ...], at: device, *, scale: float, gate: str, lower_bound: float | None, beta_mode: str, l2norm: bool,
     state_v_first: bool, want_ht: bool, want_h: bool, want_v_new: bool, want_o: bool,
