@@ -20,7 +20,7 @@ from kernel_fun._common.compiler import by_name, owned
 from kernel_fun._common.plan import BackendUnavailable, Plan, announce
 from kernel_fun.kda import autograd, chain, dispatch
 from kernel_fun.kda.call import BT, TENSORS, Call, Problem, bind
-from kernel_fun.kda.stages import Intra
+from kernel_fun.kda.stages import DECAYS, Intra
 
 
 class Arguments(NamedTuple):
@@ -119,7 +119,7 @@ def _(*args: Any) -> list[Tensor]:
     if a.use_qk_l2norm_in_kernel:
         found += [q.new_empty((B, T, H), dtype=a.wide()), q.new_empty((B, T, H), dtype=a.wide())]
     if _has_total(a):
-        found.append(q.new_empty((chunks, HV, K), dtype=torch.float32))
+        found.append(q.new_empty((chunks, HV, DECAYS * K), dtype=torch.float32))
     return found
 
 
@@ -132,7 +132,7 @@ def _padded(a: Arguments, total: Tensor | None) -> Tensor:
     rows = a.rows()[1]
     if total is not None and total.shape[0] == rows:
         return total
-    whole = a.q.new_zeros((rows, a.v.shape[2], a.q.shape[3]), dtype=torch.float32)
+    whole = a.q.new_zeros((rows, a.v.shape[2], DECAYS * a.q.shape[3]), dtype=torch.float32)
     if total is not None:
         whole[: total.shape[0]] = total
     return whole

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from kernel_fun.kda.call import Call
 
 
+DECAYS = 9
+"""Of a chunk and a channel, kept for the scans and the backward."""
+
+
 class Intra(NamedTuple):
     """What the rows of one chunk know of each other."""
 
@@ -27,7 +31,8 @@ class Intra(NamedTuple):
     """1 / sqrt(sum q^2 + 1e-6), ``[B, T, H]`` fp32; None without l2norm."""
     k_rstd: Tensor | None
     total: Tensor | None
-    """Decay of a whole chunk, ``[NT, HV, K]`` fp32; None from a backend that rebuilds it from g."""
+    """Decays of a chunk, ``[NT, HV, DECAYS K]`` fp32: of the whole, then before and after each block of 16
+    tokens; None from a backend that rebuilds them from g."""
 
 
 class Scan(NamedTuple):

@@ -162,3 +162,10 @@ def test_the_table_and_the_kernels_agree_on_the_box():
         else:
             with pytest.raises(RuntimeError, match=r"kernels (are built for|take multiples)"):
                 chunk_kda(**x)
+
+
+def test_the_decays_of_a_chunk_are_as_many_as_the_kernels_keep():
+    from kernel_fun.kda._kernels.sm90 import operands
+    from kernel_fun.kda.stages import DECAYS
+
+    assert operands.DECAYS == DECAYS
