@@ -100,7 +100,7 @@ def compare(p: Problem, parts: list[Any], tolerance: float = 1e-12) -> None:
     whole = {n: torch.zeros_like(t) for n, t in expected.items()}
     for found, ranges, members, gathers in parts:
         assert found.keys() == expected.keys()
-        assert len(gathers) == (2 if p.W > 1 else 0)
+        assert len(gathers) == (2 if p.W > 1 or p.reduce else 0)
         for name, mine in found.items():
             if name in ("y", "dx", "dresidual"):
                 at = 0
@@ -164,6 +164,131 @@ def test_where_one_rank_raises_all_do_and_none_waits(bad: int, ranks: Ranks) -> 
         assert not isinstance(answer, Raised), answer
         assert "`x` must hold this rank's T = 16 tokens" in answer
         assert answer.startswith("ContractError" if rank == bad else "PeerFailure")
+
+
+MISTAKES = {
+    "no x": ({"x": None}, "`x` must be a torch.Tensor, got NoneType"),
+    "x of two dimensions": ({"x": torch.zeros(24, D)}, "`x` must have shape"),
+    "x on the meta device": ({"x": torch.zeros(1, 24, D, device="meta")}, "`x` must hold data"),
+    "a sparse x": ({"x": torch.zeros(1, 24, D).to_sparse()}, "`x` must be a dense tensor"),
+    "two rows": ({"x": torch.zeros(2, 24, D)}, "`x` must have batch size 1 with `cp_context`, got 2"),
+    "no weight, states": ({"weight": None, "initial_state": torch.zeros(1, D, 4)}, "`weight` must be a torch.Tensor"),
+    "states of W - 1 inputs": ({"initial_state": torch.zeros(1, D, 3)}, "`initial_state` must have shape"),
+    "a bias of other channels": ({"bias": torch.zeros(D + 1)}, "`bias` must have shape"),
+    "an activation": ({"activation": "tanh"}, "`activation` must be None, 'silu'"),
+}  # fmt: skip
+
+
+def mistaken(group: Any, bad: int, change: dict[str, Any], alone: bool, **of_context: Any) -> str:
+    """Rank ``bad`` calls with other arguments; ``alone``: nobody else calls."""
+    context = build_cp_context(torch.tensor([0, 48]), group, **of_context)
+    x = context.shard(torch.randn(1, 48, D))
+    arguments: dict[str, Any] = {"x": x, "weight": torch.randn(D, 4)}
+    if dist.get_rank(group) == bad:
+        arguments.update(change)
+    elif alone:
+        return "did not call"
+    try:
+        causal_conv1d(**arguments, cp_context=context)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "returned"
+
+
+@pytest.mark.parametrize("bad", range(2))
+@pytest.mark.parametrize("what", MISTAKES)
+def test_a_mistake_that_leaves_the_size_known_reaches_all(what: str, bad: int, ranks: Ranks) -> None:
+    change, message = MISTAKES[what]
+    answers, seconds = ranks.try_run(2, mistaken, bad, change, False)
+    assert seconds < 20
+    for rank, answer in enumerate(answers):
+        assert not isinstance(answer, Raised), answer
+        # the others read as many bytes of it as its data would have had
+        assert (message if rank == bad else message[:15]) in answer
+        assert answer.startswith("Contract" if rank == bad else "PeerFailure")
+
+
+def test_the_context_may_tell_the_taps_of_a_missing_weight(ranks: Ranks) -> None:
+    answers, _ = ranks.try_run(2, tapless, 4)
+    assert answers[1].startswith("ContractTypeError: `weight` must be a torch.Tensor")
+    assert answers[0].startswith("PeerFailure: causal_conv1d forward: rank 1")
+
+
+def tapless(group: Any, taps: int) -> str:
+    return mistaken(group, 1, {"weight": None}, False, conv1d_kernel_size=taps)
+
+
+UNTOLD = {
+    "no weight": {"weight": None},
+    "a weight of one dimension": {"weight": torch.zeros(6)},
+    "a weight of other channels": {"weight": torch.zeros(D + 1, 4)},
+    "no taps": {"weight": torch.zeros(D, 0)},
+}
+
+
+@pytest.mark.parametrize("what", UNTOLD)
+def test_no_message_of_a_guessed_size_is_sent(what: str, ranks: Ranks) -> None:
+    """It would end the other rank's process, where gloo compares sizes."""
+    answers, seconds = ranks.try_run(2, mistaken, 1, UNTOLD[what], True)
+    assert seconds < 20
+    assert answers[0] == "did not call"
+    assert answers[1].startswith(("ContractError: `weight`", "ContractTypeError: `weight`"))
+
+
+def summed_on_one(group: Any, W: int, how: str) -> str:
+    """Rank 0 wants a gradient of the weight, or of a bias, and rank 1 does not."""
+    first = dist.get_rank(group) == 0
+    context = build_cp_context(torch.tensor([0, 20, 64]), group, reduce_gradients=True)
+    x = torch.randn(1, 32, D, requires_grad=True)
+    weight = torch.randn(D, W, requires_grad=first or how != "weight")
+    bias = torch.randn(D, requires_grad=first) if first or how == "bias" else None
+    try:
+        y, _ = causal_conv1d(x, weight, bias if "bias" in how else None, cp_context=context)
+        y.sum().backward()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "returned"
+
+
+@pytest.mark.parametrize("W", [1, 3])
+@pytest.mark.parametrize("how", ["weight", "bias", "no bias"])
+def test_a_sum_that_only_some_ranks_would_make_is_refused_by_all(how: str, W: int, ranks: Ranks) -> None:
+    answers, seconds = ranks.try_run(2, summed_on_one, W, how)
+    assert seconds < 20
+    for answer in answers:
+        assert answer.startswith("PeerFailure: causal_conv1d forward: rank 1 of the context-parallel group")
+        assert "gradients of weight and bias" in answer
+
+
+@pytest.mark.parametrize("W", [1, 3])
+def test_parameter_gradients_of_one_tap_or_more_are_summed(W: int, ranks: Ranks) -> None:
+    p = Problem(PACKINGS["boundaries inside"], "zigzag", W=W, reduce=True)
+    compare(p, ranks.run(3, on_rank, p))
+
+
+def changed_input(group: Any, bad: int) -> str:
+    """Rank ``bad`` overwrites what its backward needs."""
+    context = build_cp_context(torch.tensor([0, 48]), group)
+    x = torch.randn(1, 24, D, requires_grad=True)
+    weight = torch.randn(D, 4, requires_grad=True)
+    y, _ = causal_conv1d(x, weight, cp_context=context)
+    if dist.get_rank(group) == bad:
+        with torch.no_grad():
+            weight.mul_(2)
+    try:
+        y.sum().backward()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "returned"
+
+
+@pytest.mark.parametrize("bad", range(2))
+def test_a_backward_without_what_it_saved_reaches_all(bad: int, ranks: Ranks) -> None:
+    answers, seconds = ranks.try_run(2, changed_input, bad)
+    assert seconds < 20
+    assert answers[bad].startswith("RuntimeError: one of the variables needed for gradient")
+    assert answers[1 - bad].startswith(f"PeerFailure: causal_conv1d backward: rank {bad}")
+    assert "RuntimeError: one of the variables" in answers[1 - bad]
 
 
 def test_it_is_served_like_any_other_call(ranks: Ranks) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -499,7 +500,6 @@ def failing(group: Any, p: Problem, bad: int, how: str) -> str:
     x = {n: t.clone().requires_grad_() for n, t in x.items()}
     more: dict[str, Any] = {}
     patch = pytest.MonkeyPatch()
-    backward = False
     if rank == bad:
         if how == "a tensor of another length":
             x["k"] = x["k"][:, :-1]
@@ -524,13 +524,28 @@ def failing(group: Any, p: Problem, bad: int, how: str) -> str:
             patch.setattr("kernel_fun.kda._kernels.eager.fwd_state.fwd_state", broken)
         elif how == "a gradient kernel that fails":
             patch.setattr("kernel_fun.kda._kernels.eager.bwd_state.bwd_state", broken)
-    if how == "a gradient kernel that fails":
-        backward = True
+        elif how == "an interrupt":
+            patch.setattr("kernel_fun.kda._kernels.eager.fwd_state.fwd_state", interrupted)
+        elif how == "no memory left":
+            patch.setattr("kernel_fun.kda._kernels.eager.fwd_state.fwd_state", partial(starved, patch))
+        elif how == "no q":
+            more["q"] = x.pop("q").new_empty(0)
+        elif how == "a decay of too few heads":
+            x["g"] = x["g"][:, :, :1]
+        elif how == "states of another layout":
+            x["initial_state"] = x["initial_state"].mT
+        elif how == "a flag of another type":
+            more["output_final_state"] = "yes"
+        elif how == "two rows":
+            x.update({n: torch.cat((x[n], x[n])) for n in BY_TOKEN})
     try:
         o, _ = p.call(x, cp_context=context, **more)
-        if backward:
+        if "gradient" in how or "overwritten" in how:
+            if rank == bad and how == "an overwritten input":
+                with torch.no_grad():
+                    x["v"].mul_(2)
             o.sum().backward()
-    except Exception as error:
+    except BaseException as error:
         return f"{type(error).__name__}: {error}"
     finally:
         patch.undo()
@@ -538,6 +553,17 @@ def failing(group: Any, p: Problem, bad: int, how: str) -> str:
 
 
 def broken(*_: Any, **__: Any) -> Any:
+    raise MemoryError("out of memory in a kernel")
+
+
+def interrupted(*_: Any, **__: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+def starved(patch: Any, *_: Any, **__: Any) -> Any:
+    """Nothing that allocates tensors works from here on."""
+    for name in ("empty", "zeros", "cat", "stack"):
+        patch.setattr(torch, name, broken)
     raise MemoryError("out of memory in a kernel")
 
 
@@ -551,6 +577,14 @@ FAILURES = {
     "a backend that is not there": "KERNEL_FUN_KDA_BACKEND=sm90 cannot serve",
     "a kernel that fails": "out of memory in a kernel",
     "a gradient kernel that fails": "out of memory in a kernel",
+    "no memory left": "out of memory in a kernel",
+    "an interrupt": "KeyboardInterrupt",
+    "no q": "`q` must have shape",
+    "a decay of too few heads": "`g` must have shape",
+    "states of another layout": "`initial_state` must have shape",
+    "a flag of another type": "`output_final_state` must be True or False, got 'yes'",
+    "two rows": "`q` must have batch size 1 with `cp_context`, got 2",
+    "an overwritten input": "needed for gradient computation has been modified",
     "no gradient": "",
     "another packing": "",
 }
@@ -561,13 +595,18 @@ FAILURES = {
 def test_where_one_rank_raises_all_do_and_none_waits(how: str, world: int, ranks: Ranks) -> None:
     p = Problem(PACKINGS["one sequence"], seed=1)
     # the first rank summarises in the forward, the last one in the backward
-    bad = 0 if how == "a kernel that fails" else world - 1
+    bad = 0 if how in ("a kernel that fails", "no memory left", "an interrupt") else world - 1
     answers, seconds = ranks.try_run(world, failing, p, bad, how)
     assert seconds < 20, answers
     for rank, answer in enumerate(answers):
         assert not isinstance(answer, Raised), answer
         if not FAILURES[how]:  # the ranks disagree: every one of them is told
             assert answer.startswith("PeerFailure: chunk_kda forward: rank"), (rank, answer)
+            if how == "another packing":
+                assert "another context than rank 0 (boundaries, layout and reduce_gradients" in answer
+            else:
+                for name in ("shapes", "dtypes", "gate", "l2norm", "a gradient needed", "scale"):
+                    assert name in answer
         elif rank == bad:
             assert FAILURES[how] in answer
             assert not answer.startswith("PeerFailure")

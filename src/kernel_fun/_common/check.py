@@ -82,6 +82,15 @@ def number(name: str, value: Any) -> float:
     return found
 
 
+def flag(name: str, value: Any) -> bool:
+    """A switch: True or False, 1 or 0, or None for False; a word or a tensor is refused, whatever it says."""
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    if isinstance(value, numbers.Integral) and value in (0, 1):
+        return bool(value)
+    raise ContractTypeError(f"`{name}` must be True or False, got {value!r:.80}")
+
+
 def boundaries(name: str, values: list[int], tokens: int) -> None:
     """cu_seqlens content: starts at 0, never decreases, ends within the tokens."""
     if values[0] != 0:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 LAYOUTS = ("contiguous", "zigzag")
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, frozen=True)
 class ContextParallel:
     """What one rank knows of the partition; made by :func:`build_cp_context`.
 
@@ -83,10 +83,17 @@ class ContextParallel:
         """This rank's part of a tensor that holds the whole packed batch along ``dim``.
 
         Raises:
-            ValueError: it does not have as many tokens.
+            ValueError: it does not have such a dimension, or not as many tokens along it.
+            TypeError: no tensor.
         """
         import torch
 
+        check.is_tensor("x", x)
+        if not -x.dim() <= dim < x.dim():
+            raise ContractError(
+                f"`x` must have a dimension {dim} that holds the tokens, got shape {list(x.shape)}: give the "
+                "one that does as `dim`"
+            )
         if x.shape[dim] != self.tokens:
             raise ContractError(
                 f"`x` must hold the {self.tokens} tokens of the packed batch along dim {dim}, "
@@ -114,7 +121,8 @@ def build_cp_context(
         cu_seqlens: ``[N + 1]`` int32 or int64 boundaries of the *global* packed batch, the same on every
             rank. Sequences may be empty; each belongs to the rank that holds its position.
         group: Ranks in the order of the tokens; of a device mesh, ``mesh["cp"].get_group()``.
-        conv1d_kernel_size: Taps of the model's short convolution. Read by fla's convolution alone.
+        conv1d_kernel_size: Taps of the model's short convolution. fla's convolution needs them; ours reads
+            them where a rank must tell the others that its call came without a weight.
         cu_seqlens_cpu: The same boundaries on the CPU; spares a wait for the device.
         use_tf32x3_affine_chain: Accepted as True only, as in fla.
         layout: ``"contiguous"``: rank r of R holds the r-th part of R. ``"zigzag"``: rank r holds the parts r
@@ -135,6 +143,7 @@ def build_cp_context(
     host = cu if cu_seqlens_cpu is None else check.is_tensor("cu_seqlens_cpu", cu_seqlens_cpu)
     for name, tensor in (("cu_seqlens", cu), ("cu_seqlens_cpu", host)):
         _boundary_tensor(name, tensor)
+        check.holds_data(name, tensor)
     if host.shape != cu.shape:
         raise ContractError(
             f"`cu_seqlens_cpu` must have the shape of `cu_seqlens`, {list(cu.shape)}, got {list(host.shape)}"
@@ -143,6 +152,12 @@ def build_cp_context(
         raise ContractError("`cu_seqlens_cpu` must hold the values of `cu_seqlens`, got others")
     if use_tf32x3_affine_chain is not True:
         raise ContractError("`use_tf32x3_affine_chain` must be True, got False: summaries are never narrowed")
+    reduces = check.flag("reduce_gradients", reduce_gradients)
+    taps = conv1d_kernel_size
+    if taps is not None and (isinstance(taps, bool) or not isinstance(taps, int)):
+        raise ContractTypeError(f"`conv1d_kernel_size` must be an int or None, got {type(taps).__name__}")
+    if taps is not None and taps < 1:
+        raise ContractError(f"`conv1d_kernel_size` must be at least 1, got {taps}")
     if layout not in LAYOUTS:
         raise ContractError(f"`layout` must be 'contiguous' or 'zigzag', got {layout!r}")
     rank, ranks = _membership("group", group)
@@ -157,12 +172,12 @@ def build_cp_context(
         )
     slots = (rank, 2 * ranks - 1 - rank)[:parts]
     shares = [_share(bounds, slot, parts * ranks) for slot in slots]
-    fingerprint = zlib.crc32(repr((bounds, layout, bool(reduce_gradients))).encode()) or 1
+    fingerprint = zlib.crc32(repr((bounds, layout, reduces)).encode()) or 1
     return replace(
         _context(cu, group, layout, shares),
         conv1d_kernel_size=conv1d_kernel_size,
         tokens=bounds[-1],
-        reduce_gradients=bool(reduce_gradients),
+        reduce_gradients=reduces,
         fingerprint=fingerprint,
     )
 
@@ -316,6 +331,7 @@ def read(context: Any) -> Split | None:
         )
     cu = check.is_tensor("cp_context.cu_seqlens", context.cu_seqlens)
     _boundary_tensor("cp_context.cu_seqlens", cu)
+    check.holds_data("cp_context.cu_seqlens", cu)
     if context.group is None:
         return None
     rank, ranks = _membership("cp_context.group", context.group)
@@ -372,18 +388,24 @@ def _consistent(split: Split) -> None:
         raise ContractError("`cp_context` of layout zigzag must hold two pieces of equal length, got others")
 
 
-def check_local(split: Split, name: str, tokens: int, initial_state: Any) -> None:
+def check_local(split: Split, name: str, x: Tensor, initial_state: Any) -> None:
     """The tensors of a call must be this rank's part, no more: a whole batch would pass for a padded one."""
+    rows, tokens = x.shape[:2]
+    if rows != 1:
+        raise ContractError(
+            f"`{name}` must have batch size 1 with `cp_context`, got {rows}: flatten the sequences into one "
+            "row and give build_cp_context their boundaries"
+        )
     if tokens != split.bounds[-1]:
         raise ContractError(
             f"`{name}` must hold this rank's T = {split.bounds[-1]} tokens of the packed batch that "
             f"`cp_context` cuts (context.shard), got {tokens}"
         )
     N = len(split.bounds) - 1
-    if initial_state is not None and initial_state.shape[:1] != (N,):
+    if initial_state is not None and check.is_tensor("initial_state", initial_state).shape[:1] != (N,):
         raise ContractError(
             f"`initial_state` must have a row for each of the {N} local sequences of `cp_context` "
-            f"(context.sequences are their global numbers), got {initial_state.shape[0]} rows"
+            f"(context.sequences are their global numbers), got shape {list(initial_state.shape)}"
         )
 
 
@@ -413,4 +435,9 @@ def _membership(name: str, group: Any) -> tuple[int, int]:
             f"`{name}` must be a torch.distributed process group this process is in "
             f"(of a mesh: mesh['cp'].get_group()), got {given}"
         )
-    return dist.get_rank(group), dist.get_world_size(group)
+    try:
+        return dist.get_rank(group), dist.get_world_size(group)
+    except (ValueError, RuntimeError) as error:
+        raise ContractError(
+            f"`{name}` must be a process group that exists, got one that was destroyed"
+        ) from error

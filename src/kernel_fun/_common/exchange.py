@@ -2,14 +2,19 @@
 
 A rank that raised before its turn still takes part: it sends its error instead of data, and every rank
 raises. So does a call that differs between ranks. Each rank's message is a header of 64 bytes and the data.
-A rank that fails after it has sent is missed only in the next collective, for as long as the group's timeout.
+What the gather needs is allocated before the work it carries the result of, so that a rank which runs out of
+memory in that work can still tell. A rank that cannot allocate even this, or whose arguments do not say how
+large the message of the others is, is missed until the group's timeout, and so is one that fails after it has
+sent, in the next collective.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import zlib
-from collections.abc import Callable, Generator
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kernel_fun._common import context_parallel
@@ -33,8 +38,8 @@ class Exchange:
     """An all-gather of one tensor per rank, in flight between :meth:`send` and :meth:`receive`.
 
     ``what`` names the operation and its direction; it, the shape, the dtype, ``agreed`` and the context must
-    be the same on every rank. Messages of different sizes no collective can compare: its backend refuses
-    them or aborts.
+    be the same on every rank. Messages of different sizes no collective can compare: what they do is the
+    backend's affair.
     """
 
     def __init__(
@@ -44,41 +49,68 @@ class Exchange:
         shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
-        agreed: tuple[Any, ...] = (),
+        agreed: Mapping[str, Any] | None = None,
     ) -> None:
         import torch
 
         self._split, self._what = split, what
         self._shape, self._dtype, self._device = shape, dtype, device
-        self._call = zlib.crc32(repr((what, shape, str(dtype), agreed)).encode())
+        agreed = {} if agreed is None else agreed
+        self._names = ", ".join(("shapes", "dtypes", *agreed))
+        self._call = zlib.crc32(repr((what, shape, str(dtype), *agreed.items())).encode())
         self._bytes = torch.Size(shape).numel() * dtype.itemsize
+        self._mine: Tensor | None = None
         self._sent = False
+
+    def reserve(self) -> None:
+        """Allocate this rank's message and room for those of all ranks."""
+        import torch
+
+        if self._mine is not None:
+            return
+        size, ranks = HEADER + self._bytes, self._split.ranks
+        carrier = _carrier(self._split, self._device)
+        mine = torch.empty(size, dtype=torch.uint8, device=carrier)
+        self._all = mine[None] if ranks == 1 else mine.new_empty(ranks, size)
+        self._mine = mine
 
     @contextlib.contextmanager
     def or_tell(self) -> Generator[None]:
         """An exception in the block, before :meth:`send`, reaches every rank, and then its caller."""
+        self.reserve()
         try:
             yield
-        except Exception as error:
+        except BaseException as error:
             if not self._sent:
-                self.tell(error)
+                _tell(error, lambda: self)
             raise
 
     def send(self, data: Tensor) -> None:
         """Start the all-gather; does not wait for it."""
         import torch
 
-        self._start(OK, data.contiguous().view(-1).view(torch.uint8))
+        self.reserve()
+        assert self._mine is not None
+        self._mine[HEADER:].copy_(data.contiguous().view(-1).view(torch.uint8))
+        self._start(OK)
 
-    def tell(self, error: Exception) -> None:
-        """Take part with an error in place of the data."""
+    def tell(self, error: BaseException) -> None:
+        """Take part with an error in place of the data.
+
+        Where the process is to stop (a KeyboardInterrupt, say) it does not wait for the others to listen.
+        """
         import torch
 
+        if self._split.ranks == 1:
+            return
+        self.reserve()
+        assert self._mine is not None
         text = f"{type(error).__name__}: {error}".encode()[: self._bytes]
-        data = torch.zeros(self._bytes, dtype=torch.uint8)
-        data[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-        self._start(FAILED, data, len(text))
-        self._wait()
+        self._mine.zero_()
+        self._mine[HEADER : HEADER + len(text)].copy_(torch.tensor(list(text), dtype=torch.uint8))
+        self._start(FAILED, len(text))
+        if isinstance(error, Exception):
+            self._wait()
 
     def receive(self) -> Tensor:
         """Wait: the data of every rank, ``[ranks, *shape]``, or the same exception on every rank."""
@@ -92,33 +124,34 @@ class Exchange:
                 f"{self._what}: rank {failed[0]} of the context-parallel group raised "
                 f"{text.decode(errors='replace')}"
             )
-        for word, what in ((2, "other arguments (shapes, dtypes, gradients)"), (3, "another context")):
+        differ = (
+            (2, f"other arguments than rank 0 (these must agree: {self._names})"),
+            (3, "another context than rank 0 (boundaries, layout and reduce_gradients must agree)"),
+        )
+        for word, what in differ:
             values = [header[word] for header in headers]
             strange = [
                 r for r, value in enumerate(values) if 0 not in (value, values[0]) and value != values[0]
             ]
             if strange:
                 raise PeerFailure(
-                    f"{self._what}: rank {strange[0]} of the context-parallel group called with {what} than "
-                    f"rank 0, or called something else"
+                    f"{self._what}: rank {strange[0]} of the context-parallel group called with {what}, "
+                    f"or called something else"
                 )
         data = self._all[:, HEADER:].view(self._dtype).view(self._split.ranks, *self._shape)
         return data.to(self._device)
 
-    def _start(self, status: int, data: Tensor, text: int = 0) -> None:
+    def _start(self, status: int, text: int = 0) -> None:
         import torch
         import torch.distributed as dist
 
-        self._sent = True
+        assert self._mine is not None
         words = [status, text, self._call, self._split.fingerprint, 0, 0, 0, 0]
-        header = torch.tensor(words, dtype=torch.int64).view(torch.uint8)
-        carrier = _carrier(self._split, self._device)
-        self._mine = torch.cat((header.to(carrier), data.to(carrier)))
-        ranks = self._split.ranks
-        if ranks == 1:
-            self._all, self._work = self._mine[None], None
+        self._mine[:HEADER].copy_(torch.tensor(words, dtype=torch.int64).view(torch.uint8))
+        self._work: Any = None
+        self._sent = True
+        if self._split.ranks == 1:
             return
-        self._all = self._mine.new_empty(ranks, self._mine.numel())
         library: Any = dist  # the collective has its new name since torch 2.13
         gather = getattr(library, "all_gather_single", None) or library.all_gather_into_tensor
         self._work = gather(self._all.view(-1), self._mine, group=self._split.group, async_op=True)
@@ -133,18 +166,40 @@ class Exchange:
 def failing(context: Any, exchange: Callable[[Split], Exchange | None]) -> Generator[None]:
     """Around what comes before an operation's exchange: an exception in it reaches every rank of the group.
 
-    ``exchange`` makes the one that the other ranks wait in, or None where the arguments do not tell its size.
-    A mistake in the context itself, which may be None, is raised without a word to the others: they make the
-    same.
+    ``exchange`` makes the one that the other ranks wait in, or None where none waits or the arguments do not
+    tell its size: a message of another size would do them more harm than silence. A mistake in the context
+    itself, which may be None, is raised without a word to the others: they make the same.
     """
     split = None if context is None else context_parallel.read(context)
     try:
         yield
-    except Exception as error:
-        theirs = None if split is None else exchange(split)
+    except BaseException as error:
+        if split is not None:
+            _tell(error, lambda: exchange(split))
+        raise
+
+
+def _tell(error: BaseException, exchange: Callable[[], Exchange | None]) -> None:
+    """Send an error to the other ranks; where that fails, say so, and leave the error as it is."""
+    try:
+        theirs = exchange()
         if theirs is not None:
             theirs.tell(error)
-        raise
+    except Exception as why:
+        logging.getLogger("kernel_fun").warning(
+            "kernel-fun: the other ranks of the context-parallel group were not told of %s (%s: %s)",
+            type(error).__name__, type(why).__name__, why,
+        )  # fmt: skip
+
+
+def agreed_size(*tellers: Iterable[int]) -> int | None:
+    """A size as the arguments of a refused call tell it, the first tellers that tell any: what more of them
+    say than say anything else, or None. One mistaken argument among several does not decide."""
+    for told in tellers:
+        counts = Counter(told).most_common(2)
+        if counts:
+            return None if len(counts) > 1 and counts[0][1] == counts[1][1] else counts[0][0]
+    return None
 
 
 def reduce_over(split: Split, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -164,12 +219,19 @@ def reduce_over(split: Split, *gradients: Tensor | None) -> tuple[Tensor | None,
 
 
 def _carrier(split: Split, device: torch.device) -> torch.device:
-    """Where messages lie: gloo's go through the host, whatever device they come from."""
+    """Where messages lie: gloo's go through the host and NCCL's through the GPU, whatever device the data, or
+    arguments that are refused, lie on."""
     import torch
     import torch.distributed as dist
 
-    through_host = split.ranks > 1 and dist.get_backend(split.group) == "gloo"
-    return torch.device("cpu") if through_host else device
+    if split.ranks == 1:
+        return device
+    backend = dist.get_backend(split.group)
+    if backend == "gloo":
+        return torch.device("cpu")
+    if backend == "nccl" and device.type != "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def _int64() -> torch.dtype:

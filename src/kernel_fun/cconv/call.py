@@ -190,6 +190,7 @@ def bind(arguments: dict[str, Any]) -> Call:
         raise ContractError(f"`backend` must be one of {', '.join(BACKENDS)}, got {asked!r}")
     _activation(a["activation"])
     x = check.is_tensor("x", a["x"])
+    check.holds_data("x", x)
     if x.dim() < 3:
         raise ContractError(f"`x` must have shape [B, T, D], got {list(x.shape)}")
     residual = a["residual"]
@@ -205,7 +206,7 @@ def bind(arguments: dict[str, Any]) -> Call:
     if cp_context is not None:  # its boundaries hold, whatever the call says
         cu_seqlens, cu_seqlens_cpu = context_parallel.local_boundaries(cp_context, x.device)
     if split is not None:
-        context_parallel.check_local(split, "x", x.shape[1], a["initial_state"])
+        context_parallel.check_local(split, "x", x, a["initial_state"])
     _packing(cu_seqlens, cu_seqlens_cpu, x)
     sizes["N"] = x.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
     if a["initial_state"] is not None:
@@ -217,7 +218,7 @@ def bind(arguments: dict[str, Any]) -> Call:
         x, a["weight"], a["bias"], residual, a["initial_state"], cu_seqlens,
         N=sizes["N"],
         activation=a["activation"],
-        output_final_state=bool(a["output_final_state"]),
+        output_final_state=check.flag("output_final_state", a["output_final_state"]),
         asked=asked,
         context_parallel=split is not None,
         unknown=tuple(sorted(kwargs)),
@@ -231,6 +232,7 @@ def bind_step(arguments: dict[str, Any]) -> Step:
     a = arguments
     _activation(a["activation"])
     x = check.is_tensor("x", a["x"])
+    check.holds_data("x", x)
     given = x.shape
     if x.dim() >= 3:
         x = x.flatten(2)
@@ -252,6 +254,11 @@ def bind_step(arguments: dict[str, Any]) -> Step:
     check.shape("cache", cache, "N D W", sizes)
     check.dtype("cache", cache, _floats())
     check.same_device("cache", cache, "x", x)
+    if any(size > 1 and stride == 0 for size, stride in zip(cache.shape, cache.stride())):
+        raise ContractError(
+            "`cache` must have memory of its own for every element, since it is written, got an expanded "
+            f"tensor of strides {list(cache.stride())}: clone it"
+        )
     return Step(x, cache, residual, a["weight"], a["bias"], a["activation"])
 
 

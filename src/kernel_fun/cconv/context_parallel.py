@@ -2,18 +2,22 @@
 
 Forward: every piece (see _common.context_parallel) gives its last W-1 inputs to one all-gather; a piece whose
 first sequence began elsewhere takes the inputs before it as an initial state. Backward: the gradients of
-those go back by one all-gather. A sequence may cross several pieces within W-1 inputs.
+those go back by one all-gather. A sequence may cross several pieces within W-1 inputs. With W = 1 nothing
+crosses; where gradients of parameters are summed over the group, ranks still have to agree that they are, and
+the all-gathers carry headers alone.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from kernel_fun._common.exchange import Exchange, failing, reduce_over
+from kernel_fun._common.exchange import Exchange, agreed_size, failing, reduce_over
 from kernel_fun.cconv import autograd
 from kernel_fun.cconv.call import TENSORS, Call
 
@@ -31,13 +35,31 @@ def failing_together(arguments: dict[str, Any]) -> AbstractContextManager[None]:
     """Around what a rank checks before its forward: its exception reaches every rank of the cp group."""
 
     def exchange(split: Split) -> Exchange | None:
-        x, weight = arguments["x"], arguments["weight"]
-        tensors = isinstance(x, torch.Tensor) and isinstance(weight, torch.Tensor)
-        if not tensors or weight.dim() != 2 or weight.shape[1] < 2:
+        given = {n: arguments[n] for n in TENSORS if isinstance(arguments[n], torch.Tensor)}
+        sizes = _sizes_told(given, getattr(arguments["cp_context"], "conv1d_kernel_size", None))
+        # of an x that is no tensor only the others tell whether it is float64
+        typed = [given["x"]] if "x" in given else list(given.values())
+        wide = agreed_size(t.dtype == torch.float64 for t in typed)
+        if sizes is None or wide is None or not _exchanges(split, sizes[1]):
             return None
-        return _exchange(split, FORWARD, x, weight)
+        device = next(iter(given.values())).device
+        shape = (len(split.pieces), sizes[1] - 1, sizes[0])
+        return Exchange(split, FORWARD, shape, torch.float64 if wide else torch.float32, device)
 
     return failing(arguments["cp_context"], exchange)
+
+
+def _sizes_told(given: dict[str, Tensor], taps: Any) -> tuple[int, int] | None:
+    """D, W as the arguments tell them that have the right number of dimensions, W in the last place by the
+    context, or None. None too for no taps: a rank of the same sizes refuses them itself, and waits for
+    nobody."""
+    D = [math.prod(given[n].shape[2:]) for n in ("x", "residual") if n in given and given[n].dim() >= 3]
+    dims = {"weight": 2, "bias": 1, "initial_state": 3}
+    right = {n: given[n].shape for n, count in dims.items() if n in given and given[n].dim() == count}
+    D += [shape[1 if n == "initial_state" else 0] for n, shape in right.items()]
+    W = ([right[n][-1]] if n in right else [] for n in ("weight", "initial_state"))
+    channels, width = agreed_size(D), agreed_size(*W, [taps] if isinstance(taps, int) else [])
+    return None if channels is None or width is None or width < 1 else (channels, width)
 
 
 def run(call: Call, plan: Plan) -> tuple[Tensor, Tensor | None]:
@@ -59,6 +81,10 @@ class CausalConv1dParallel(torch.autograd.Function):
         x, weight, bias, residual, h0 = tensors
         ctx.save_for_backward(x, weight, bias, h0, before, call.cu_seqlens)
         ctx.facts, ctx.plan, ctx.split = call.facts(), plan, call.split
+        # a rank whose saved tensors are gone or changed can still make the exchange, and tell
+        ctx.exchange = partial(
+            _exchange, _split(call), BACKWARD, call.weight.shape, _wide(call.x), call.x.device
+        )
         ctx.residual = None if residual is None else residual.dtype
         ctx.set_materialize_grads(False)
         return y, ht
@@ -68,11 +94,12 @@ class CausalConv1dParallel(torch.autograd.Function):
         ctx: Any, *grad_outputs: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         dy, dht = grad_outputs
-        x, weight, bias, h0, before, _ = ctx.saved_tensors
-        call = replace(Call.for_backward(ctx.facts, x, weight, bias, h0), split=ctx.split)
+        exchange = ctx.exchange()
+        with _telling(exchange):
+            x, weight, bias, h0, before, _ = ctx.saved_tensors
+            call = replace(Call.for_backward(ctx.facts, x, weight, bias, h0), split=ctx.split)
         with torch.no_grad():
-            given = torch.zeros_like(x, memory_format=torch.contiguous_format) if dy is None else dy
-            g = backward(call, ctx.plan, before, given, dht, any(ctx.needs_input_grad[3:5]))
+            g = backward(call, ctx.plan, exchange, before, dy, dht, any(ctx.needs_input_grad[3:5]))
             dr = None
             if ctx.needs_input_grad[2 + TENSORS.index("residual")] and dy is not None:
                 dr = autograd.residual_gradient(call, dy).to(ctx.residual)
@@ -87,11 +114,22 @@ def forward(call: Call, plan: Plan) -> tuple[Tensor, Tensor | None, Tensor]:
     ``[pieces, W-1, D]``, 0 where its first sequence begins there."""
     split = _split(call)
     W, D = call.weight.shape[1], call.x.shape[2]
-    before = torch.zeros(len(split.pieces), W - 1, D, dtype=_wide(call.x), device=call.x.device)
-    if W > 1:
-        exchange = _exchange(split, FORWARD, call.x, call.weight, plan.problem.needs_grad, call.activation)
-        with exchange.or_tell():
+    agreed: dict[str, Any] = {
+        "dtype of x": call.x.dtype,
+        "a gradient needed": plan.problem.needs_grad,
+        "activation": call.activation,
+    }
+    if split.reduce_gradients:  # the backwards then meet in a sum of these
+        agreed["gradients of weight and bias"] = [
+            None if p is None else (p.dtype, p.requires_grad) for p in (call.weight, call.bias)
+        ]
+    exchange = _exchange(split, FORWARD, call.weight.shape, _wide(call.x), call.x.device, agreed)
+    with _telling(exchange):
+        plan.load("fwd")
+        before = torch.zeros(len(split.pieces), W - 1, D, dtype=_wide(call.x), device=call.x.device)
+        if exchange is not None:
             exchange.send(torch.stack([_tail(call, split, piece) for piece in split.pieces]))
+    if exchange is not None:
         gathered = exchange.receive()
         for i, piece in enumerate(split.pieces):
             if piece.pre:
@@ -101,29 +139,34 @@ def forward(call: Call, plan: Plan) -> tuple[Tensor, Tensor | None, Tensor]:
 
 
 def backward(
-    call: Call, plan: Plan, before: Tensor, dy: Tensor, dht: Tensor | None, wants_dw: bool
+    call: Call,
+    plan: Plan,
+    exchange: Exchange | None,
+    before: Tensor,
+    dy: Tensor | None,
+    dht: Tensor | None,
+    wants_dw: bool,
 ) -> Gradients:
     """Gradients of one rank; those of its last inputs include what later ranks read of them."""
     split = _split(call)
-    W = call.weight.shape[1]
-    bwd = cast("Bwd", plan.load("bwd"))
-    if dht is not None:
-        dht = _without(dht.clone(), split.ended_elsewhere())
-    if W == 1:
+    with _telling(exchange):
+        bwd = cast("Bwd", plan.load("bwd"))
+        if dy is None:
+            dy = torch.zeros_like(call.x, memory_format=torch.contiguous_format)
+        if dht is not None:
+            dht = _without(dht.clone(), split.ended_elsewhere())
         g = _local(call, split, before, dy, dht, wants_dw, bwd)
-        return _finished(call, split, g)
-    exchange = _exchange(split, BACKWARD, call.x, call.weight)
-    with exchange.or_tell():
-        g = _local(call, split, before, dy, dht, wants_dw, bwd)
-        given = torch.zeros_like(before)
-        for i, piece in enumerate(split.pieces):
-            if piece.pre:
-                assert g.dh0 is not None
-                given[i] = g.dh0[piece.first, :, 1:].mT
-        exchange.send(given)
-    gathered = exchange.receive()
-    for piece in split.pieces:
-        _take_back(g, gathered, call, split, piece)
+        if exchange is not None:
+            given = torch.zeros_like(before)
+            for i, piece in enumerate(split.pieces):
+                if piece.pre:
+                    assert g.dh0 is not None
+                    given[i] = g.dh0[piece.first, :, 1:].mT
+            exchange.send(given)
+    if exchange is not None:
+        gathered = exchange.receive()
+        for piece in split.pieces:
+            _take_back(g, gathered, call, split, piece)
     return _finished(call, split, g)
 
 
@@ -228,9 +271,27 @@ def _split(call: Call) -> Split:
     return call.split
 
 
-def _exchange(split: Split, what: str, x: Tensor, weight: Tensor, *agreed: Any) -> Exchange:
-    D, W = weight.shape
-    return Exchange(split, what, (len(split.pieces), W - 1, D), _wide(x), x.device, (x.dtype, *agreed))
+def _exchanges(split: Split, W: int) -> bool:
+    """Whether ranks meet at all; a sum over the group needs every rank to take part in it."""
+    return W > 1 or split.reduce_gradients
+
+
+def _exchange(
+    split: Split,
+    what: str,
+    weight: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    agreed: dict[str, Any] | None = None,
+) -> Exchange | None:
+    D, W = weight
+    if not _exchanges(split, W):
+        return None
+    return Exchange(split, what, (len(split.pieces), W - 1, D), dtype, device, agreed)
+
+
+def _telling(exchange: Exchange | None) -> AbstractContextManager[object]:
+    return nullcontext() if exchange is None else exchange.or_tell()
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -139,12 +139,12 @@ def causal_conv1d_update(
         ``(y, cache)``: y in x's shape and dtype; cache is the tensor given.
 
     Raises:
-        ValueError, TypeError: as :func:`causal_conv1d`; ValueError too where x, residual or cache
-            requires a gradient that would be recorded, since none is.
+        ValueError, TypeError: as :func:`causal_conv1d`; ValueError too where a tensor requires a gradient
+            that would be recorded, since none is, and where the cache is expanded.
     """
     arguments = locals()
     step = bind_step(arguments)
-    for name in ("x", "residual", "cache"):
+    for name in ("x", "residual", "cache", "weight", "bias"):
         tensor = arguments[name]
         if torch.is_grad_enabled() and tensor is not None and tensor.requires_grad:
             raise ContractError(

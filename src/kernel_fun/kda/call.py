@@ -26,6 +26,19 @@ TENSORS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 
 _NO_TENSORS = dict.fromkeys(TENSORS)
 
+FLAGS = (
+    "output_final_state",
+    "use_qk_l2norm_in_kernel",
+    "use_gate_in_kernel",
+    "use_beta_sigmoid_in_kernel",
+    "allow_neg_eigval",
+    "safe_gate",
+    "state_v_first",
+    "return_intermediate_states",
+    "disable_recompute",
+    "use_graph",
+)
+
 KEYWORDS = ("A_log", "dt_bias", "chunk_size", "transpose_state_layout")
 """What chunk_kda reads from its ``**kwargs``."""
 
@@ -201,7 +214,8 @@ def bind(arguments: dict[str, Any]) -> Call:
     kwargs: dict[str, Any] = arguments["kwargs"]
     q, k, v, g, beta = (a[name] for name in ("q", "k", "v", "g", "beta"))
     h0, cp_context = a["initial_state"], a["cp_context"]
-    state_v_first = a["state_v_first"]
+    flags = {name: check.flag(name, a[name]) for name in FLAGS}
+    state_v_first = flags["state_v_first"]
     unknown = tuple(sorted(n for n in kwargs if n not in KEYWORDS))
     if "transpose_state_layout" in kwargs:
         if state_v_first:
@@ -211,7 +225,7 @@ def bind(arguments: dict[str, Any]) -> Call:
         warnings.warn(
             "`transpose_state_layout` is deprecated, use `state_v_first`", DeprecationWarning, stacklevel=4
         )
-        state_v_first = bool(kwargs["transpose_state_layout"])
+        state_v_first = check.flag("transpose_state_layout", kwargs["transpose_state_layout"])
     chunk_size = kwargs.get("chunk_size", BT)
     if chunk_size not in (32, 64):
         raise ContractError(f"`chunk_size` must be either 32 or 64 for KDA, got {chunk_size!r}")
@@ -222,7 +236,7 @@ def bind(arguments: dict[str, Any]) -> Call:
     if cp_context is not None:  # its boundaries hold, whatever the call says
         cu_seqlens, cu_seqlens_cpu = context_parallel.local_boundaries(cp_context, q.device)
     if split is not None:
-        context_parallel.check_local(split, "q", q.shape[1], h0)
+        context_parallel.check_local(split, "q", q, h0)
     N = _packing({**a, "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu}, q)
     sizes["N"] = sizes["B"] if N is None else N
     _state(h0, sizes, (q, k, v, g, beta), state_v_first)
@@ -239,13 +253,13 @@ def bind(arguments: dict[str, Any]) -> Call:
         gate=gate,
         lower_bound=lower_bound,
         beta_mode=("sigmoid2" if doubled else "sigmoid") if sigmoid else "raw",
-        l2norm=bool(a["use_qk_l2norm_in_kernel"]),
-        state_v_first=bool(state_v_first),
-        output_final_state=bool(a["output_final_state"]),
-        return_intermediate_states=bool(a["return_intermediate_states"]),
-        disable_recompute=bool(a["disable_recompute"]),
+        l2norm=flags["use_qk_l2norm_in_kernel"],
+        state_v_first=state_v_first,
+        output_final_state=flags["output_final_state"],
+        return_intermediate_states=flags["return_intermediate_states"],
+        disable_recompute=flags["disable_recompute"],
         chunk_size=int(chunk_size),
-        use_graph=bool(a["use_graph"]),
+        use_graph=flags["use_graph"],
         max_num_seqs=a["max_num_seqs"],
         context_parallel=split is not None,
         unknown=unknown,

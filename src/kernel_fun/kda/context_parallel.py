@@ -19,17 +19,20 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from kernel_fun._common.exchange import Exchange, failing, reduce_over
+from kernel_fun._common.exchange import Exchange, agreed_size, failing, reduce_over
 from kernel_fun.kda import chain
 from kernel_fun.kda.autograd import _NoDoubleBackward, intermediate_states, undisturbed
 from kernel_fun.kda.call import TENSORS, Call
 from kernel_fun.kda.stages import BwdState, FwdIntra, FwdState, Grads, Intra
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from kernel_fun._common.context_parallel import Piece, Split
@@ -42,15 +45,37 @@ def failing_together(arguments: dict[str, Any]) -> AbstractContextManager[None]:
     """Around what a rank checks before its forward: its exception reaches every rank of the cp group."""
 
     def exchange(split: Split) -> Exchange | None:
-        q, v = arguments["q"], arguments["v"]
-        if not all(isinstance(x, torch.Tensor) and x.dim() == 4 for x in (q, v)):
+        kwargs = arguments["kwargs"]
+        gate = {n: kwargs.get(n) for n in ("A_log", "dt_bias")} if arguments["use_gate_in_kernel"] else {}
+        given = {
+            n: x for n, x in {**arguments, **gate}.items() if isinstance(x, torch.Tensor) and n in TENSORS
+        }
+        sizes = _sizes_told(given, bool(arguments["state_v_first"] or kwargs.get("transpose_state_layout")))
+        if sizes is None:
             return None
-        gate = arguments["kwargs"].values() if arguments["use_gate_in_kernel"] else ()
-        tensors = [x for x in (*arguments.values(), *gate) if isinstance(x, torch.Tensor)]
-        dtype = torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
-        return Exchange(split, FORWARD, _shape(split, v.shape[2], q.shape[3], v.shape[3]), dtype, q.device)
+        wide = any(x.dtype == torch.float64 for x in given.values())
+        dtype, device = torch.float64 if wide else torch.float32, next(iter(given.values())).device
+        return Exchange(split, FORWARD, _shape(split, *sizes), dtype, device)
 
     return failing(arguments["cp_context"], exchange)
+
+
+def _sizes_told(given: dict[str, Tensor], v_first: bool) -> tuple[int, int, int] | None:
+    """HV, K, V as the arguments tell them that have the right number of dimensions, or None. None too where
+    a size is refused: a rank of the same sizes refuses them itself, and waits for nobody."""
+
+    def told(place: dict[str, int]) -> list[int]:
+        dims = {"beta": 3, "A_log": 1}
+        right = [n for n in place if n in given and given[n].dim() == dims.get(n, 4)]
+        return [given[n].shape[place[n]] for n in right]
+
+    k, v = (3, 2) if v_first else (2, 3)
+    HV = agreed_size(told({"v": 2, "g": 2, "beta": 2, "A_log": 0}), told({"initial_state": 1}))
+    K = agreed_size(told({"q": 3, "k": 3, "g": 3}), told({"initial_state": k}))
+    V = agreed_size(told({"v": 3}), told({"initial_state": v}))
+    if HV is None or K is None or V is None or HV < 1 or not 1 <= K <= 256:
+        return None
+    return HV, K, V
 
 
 def run(call: Call, plan: Plan) -> Any:
@@ -73,6 +98,8 @@ class ContextParallelKDA(torch.autograd.Function):
         with undisturbed(call):
             out, carried = forward(call, plan)
         ctx.call, ctx.plan = call.without_tensors(), plan
+        # a rank whose saved tensors are gone or changed can still make the exchange, and tell
+        ctx.exchange = _exchange(call, _split(call), BACKWARD, plan)
         ctx.save_for_backward(*tensors, *out.intra, out.h, out.v_new, *carried)
         ctx.set_materialize_grads(False)
         return out.o, out.ht
@@ -83,13 +110,14 @@ class ContextParallelKDA(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         do, dht = grad_outputs
         n, m = len(TENSORS), len(TENSORS) + len(Intra._fields)
-        saved = ctx.saved_tensors
-        call = ctx.call.with_tensors(saved[:n])
-        h, v_new, *carried = saved[m:]
+        exchange = ctx.exchange()
+        with exchange.or_tell():
+            saved = ctx.saved_tensors
+            call = ctx.call.with_tensors(saved[:n])
+            h, v_new, *carried = saved[m:]
+            intra = Intra(*saved[n:m])
         with undisturbed(call):
-            grads, dh0 = backward(
-                call, ctx.plan, Intra(*saved[n:m]), Carried(*carried), (do, dht), (h, v_new)
-            )
+            grads, dh0 = backward(call, ctx.plan, exchange, intra, Carried(*carried), (do, dht), (h, v_new))
         results = (*grads, dh0)
         if torch.is_grad_enabled():
             results = _NoDoubleBackward.apply(len(results), *results, *saved[:n], do, dht)
@@ -110,13 +138,13 @@ def forward(call: Call, plan: Plan) -> tuple[chain.Forward, Carried]:
 
     What the summaries need of fwd_intra comes first; the rest of it runs while the gather is in flight.
     """
-    fwd_intra = cast(FwdIntra, plan.load("fwd_intra"))
-    fwd_state = cast(FwdState, plan.load("fwd_state"))
     split = _split(call)
-    exchange = _exchange(call, split, FORWARD, plan)
+    exchange = _exchange(call, split, FORWARD, plan)()
     runs, done = _runs(split), dict[int, Intra]()
     transitions: list[Tensor] = []
     with exchange.or_tell():
+        fwd_intra = cast(FwdIntra, plan.load("fwd_intra"))
+        fwd_state = cast(FwdState, plan.load("fwd_state"))
         summaries = _zeros(call, _shape(split, *_sizes(call)))
         for i, piece in enumerate(split.pieces):
             if not piece.post:
@@ -151,6 +179,7 @@ def forward(call: Call, plan: Plan) -> tuple[chain.Forward, Carried]:
 def backward(
     call: Call,
     plan: Plan,
+    exchange: Exchange,
     intra: Intra,
     carried: Carried,
     upstream: tuple[Tensor | None, Tensor | None],
@@ -159,10 +188,9 @@ def backward(
     """The mirror image of :func:`forward`. Returns the gradients and that of the caller's initial state."""
     split = _split(call)
     do, dht = upstream
-    if do is None:
-        do = call.v.new_zeros(call.v.shape, dtype=call.q.dtype)
-    exchange = _exchange(call, split, BACKWARD, plan)
     with exchange.or_tell():
+        if do is None:
+            do = call.v.new_zeros(call.v.shape, dtype=call.q.dtype)
         bwd_state = cast(BwdState, plan.load("bwd_state"))
         transitions = iter(carried.transitions)
         summaries = _zeros(call, _shape(split, *_sizes(call)))
@@ -375,13 +403,22 @@ def _split(call: Call) -> Split:
     return call.split
 
 
-def _exchange(call: Call, split: Split, what: str, plan: Plan) -> Exchange:
+def _exchange(call: Call, split: Split, what: str, plan: Plan) -> Callable[[], Exchange]:
+    """Makes the exchange of a direction; holds no tensor."""
     p = plan.problem
-    agreed = (
-        p.H, p.dtypes, p.gate, p.beta_mode, p.l2norm, p.needs_grad, call.scale, call.lower_bound,
-        call.A_log is None, call.dt_bias is None,
-    )  # fmt: skip
-    return Exchange(split, what, _shape(split, *_sizes(call)), _wide(call), call.q.device, agreed)
+    agreed = {
+        "H": p.H,
+        "dtypes of the inputs": p.dtypes,
+        "gate": p.gate,
+        "beta": p.beta_mode,
+        "l2norm": p.l2norm,
+        "a gradient needed": p.needs_grad,
+        "scale": call.scale,
+        "lower_bound": call.lower_bound,
+        "A_log": call.A_log is None,
+        "dt_bias": call.dt_bias is None,
+    }
+    return partial(Exchange, split, what, _shape(split, *_sizes(call)), _wide(call), call.q.device, agreed)
 
 
 def _shape(split: Split, HV: int, K: int, V: int) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ from kernel_fun.kda import chunk_kda
 def second_of_three(monkeypatch):
     """This process counts as rank 1 of 3; the others send 0."""
     monkeypatch.setattr(context_parallel, "_membership", lambda name, group: (1, 3))
+    monkeypatch.setattr(Exchange, "reserve", lambda self: None)
     monkeypatch.setattr(Exchange, "send", lambda self, data: None)
     monkeypatch.setattr(Exchange, "receive", lambda self: torch.zeros(3, *self._shape))
 
