@@ -123,6 +123,27 @@ class Settings:
     layout: str = "contiguous"
 
 
+def complaint(s: Settings, world: int, cp: int) -> str | None:
+    """What cannot be trained so, in a sentence; None if it can."""
+    for name, value in vars(s).items():
+        if isinstance(value, (int, float)) and not (0 < value < math.inf):
+            return f"--{name} must be positive, got {value}"
+    if s.layout not in ("contiguous", "zigzag"):
+        return f"--layout must be contiguous or zigzag, got {s.layout}"
+    if s.dim % s.heads or s.dim // s.heads > 256:
+        return f"--heads must divide --dim = {s.dim} into heads of at most 256, got {s.heads}"
+    if cp < 1 or world % cp:
+        return f"--cp must divide the number of processes, {world}, got {cp}"
+    if s.batches % (world // cp):
+        return f"--batches must be a multiple of dp = processes / cp = {world // cp}, got {s.batches}"
+    parts = cp * (2 if s.layout == "zigzag" else 1)
+    if s.tokens < 2 or s.tokens % parts:
+        return (
+            f"--tokens must be at least 2 and a multiple of {parts} ({s.layout}, cp = {cp}), got {s.tokens}"
+        )
+    return None
+
+
 def train(settings: Settings, mesh: DeviceMesh, dtype: torch.dtype) -> list[float]:
     """The mean loss of every step, in nats a token, the same on every process."""
     s, device = settings, torch.device(mesh.device_type)
@@ -162,6 +183,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = vars(parser.parse_args(arguments))
     cp, as_json = given.pop("cp"), given.pop("json")
     settings = Settings(**given)
+    world = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+    cp = world if cp is None else cp
+    mistake = complaint(settings, world, cp)
+    if mistake is not None:
+        parser.error(mistake)
 
     cuda = torch.cuda.is_available()
     if "RANK" in os.environ:
@@ -172,12 +198,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    world = dist.get_world_size()
-    cp = world if cp is None else cp
-    if world % cp or settings.batches % (world // cp):
-        parser.error(
-            f"--cp must divide {world} processes, and dp = processes / cp {settings.batches} batches"
-        )
     mesh = init_device_mesh("cuda" if cuda else "cpu", (world // cp, cp), mesh_dim_names=("dp", "cp"))
     losses = train(settings, mesh, torch.bfloat16 if cuda else torch.float32)
     if dist.get_rank() == 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,35 @@ def train_cp(group: Any, shape: tuple[int, int], sizes: dict[str, Any]) -> list[
 def same_losses(found: list[float], expected: list[float]) -> None:
     assert len(found) == len(expected) == SIZES["steps"]
     assert all(abs(a - b) < 1e-4 for a, b in zip(found, expected)), (found, expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "world", "cp", "message"),
+    [
+        ({}, 2, 0, "--cp must divide the number of processes, 2, got 0"),
+        ({}, 4, 3, "--cp must divide the number of processes, 4, got 3"),
+        ({}, 6, 2, "--batches must be a multiple of dp = processes / cp = 3, got 2"),
+        ({}, 3, 3, r"--tokens must be at least 2 and a multiple of 3 \(contiguous, cp = 3\), got 512"),
+        ({"tokens": 1}, 1, 1, "--tokens must be at least 2"),
+        ({"tokens": 6, "layout": "zigzag"}, 2, 2, "--tokens must be at least 2 and a multiple of 4"),
+        ({"heads": 3}, 1, 1, "--heads must divide --dim = 32 into heads of at most 256, got 3"),
+        ({"dim": 512, "heads": 1}, 1, 1, "--heads must divide --dim = 512 into heads of at most 256, got 1"),
+        ({"heads": 0}, 1, 1, "--heads must be positive, got 0"),
+        ({"lr": float("nan")}, 1, 1, "--lr must be positive, got nan"),
+        ({"layout": "striped"}, 1, 1, "--layout must be contiguous or zigzag, got striped"),
+    ],
+)
+def test_train_cp_says_what_it_cannot_train(
+    change: dict[str, Any], world: int, cp: int, message: str, monkeypatch: Any, capsys: Any
+) -> None:
+    module = example()
+    assert module.complaint(module.Settings(), 2, 2) is None
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    with pytest.raises(SystemExit) as stopped:
+        module.main([f"--cp={cp}", *(f"--{name}={value}" for name, value in change.items())])
+    assert stopped.value.code == 2
+    assert re.search(message, capsys.readouterr().err.replace("\n", " "))
 
 
 @pytest.mark.slow

@@ -29,6 +29,26 @@ def test_family_loads_torch_and_no_more():
     assert loaded.strip() == "[]"
 
 
+def test_a_family_is_an_attribute_of_the_package_and_loads_when_it_is_named():
+    names = ("cconv", "fla", "kda", "testing", "transformers", "warming")
+    out = run(
+        "import kernel_fun, sys; "
+        f"assert set(dir(kernel_fun)) >= set({names}); "
+        "print('torch' in sys.modules); "
+        "print(kernel_fun.kda.chunk_kda.__module__, kernel_fun.cconv.causal_conv1d.__module__); "
+        f"print([getattr(kernel_fun, n).__name__ for n in {names}]); "
+        "print(kernel_fun.fla.registered(), kernel_fun.transformers.patch.__name__); "
+        "print(hasattr(kernel_fun, 'kdaa'))"
+    )
+    assert out.splitlines() == [
+        "False",
+        "kernel_fun.kda.ops kernel_fun.cconv.ops",
+        str([f"kernel_fun.{n}" for n in names]),
+        "False patch",
+        "False",
+    ]
+
+
 def test_versions_import_nothing():
     out = run("import kernel_fun, sys; v = kernel_fun.versions(); print(v['torch'], 'torch' in sys.modules)")
     assert out.split()[1] == "False"

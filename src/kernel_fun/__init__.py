@@ -1,15 +1,31 @@
 """kernel-fun: fast linear-attention training kernels with the interfaces their users already call.
 
-``import kernel_fun`` loads no framework; each family loads torch when it is imported.
+``import kernel_fun`` loads no framework; each family loads torch when it is imported, or first named as an
+attribute of this package (``kernel_fun.kda``).
 """
 
 from __future__ import annotations
 
+import importlib
+from types import ModuleType
 from typing import Any
 
 __version__ = "0.1.0"
 
 __all__ = ["__version__", "versions", "warmup"]
+
+
+_MODULES = ("cconv", "fla", "kda", "testing", "transformers", "warming")
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(f"{__name__}.{name}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})
 
 
 def versions() -> dict[str, str | None]:
@@ -24,6 +40,4 @@ def versions() -> dict[str, str | None]:
 
 def warmup(target: Any, **settings: Any) -> Any:
     """:func:`kernel_fun.warming.warmup`: make every kernel of a model, or of a list of problems, ready."""
-    import importlib
-
     return importlib.import_module("kernel_fun.warming").warmup(target, **settings)

@@ -263,6 +263,10 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"backend": "mojo"}, ValueError, r"`backend` must be one of triton, mix, cuda, got 'mojo'"),
     ({"cu_seqlens": torch.tensor([0, 20])}, ValueError, r"`x` must have batch size 1 with `cu_seqlens`, got 2"),
     ({"cu_seqlens_cpu": torch.tensor([0, 20])}, ValueError, r"`cu_seqlens_cpu` must come with `cu_seqlens`"),
+    ({"output_final_state": "yes"}, TypeError, r"`output_final_state` must be True or False, got 'yes'"),
+    ({"x": torch.zeros(2, 20, 6, device="meta")}, ValueError, r"`x` must hold data"),
+    ({"x": torch.zeros(2, 20, 6).to_sparse()}, TypeError, r"`x` must be a dense tensor, got layout sparse_coo"),
+    ({"seq_idx": torch.zeros(2, 20)}, TypeError, r"`seq_idx` is read by fla's backends .* got it on cpu with backend='triton'"),
     ({"activaton": "silu"}, TypeError, r"unexpected keyword argument 'activaton'"),
     ({"cp_context": object()}, TypeError, r"`cp_context` must be a context of .*got object without `group`"),
 ]  # fmt: skip
@@ -316,6 +320,10 @@ def test_bad_packing_is_named(change: dict[str, Any], error: type[Exception], me
         ({"cache": None}, TypeError, r"`cache` must be a torch.Tensor, got NoneType"),
         ({"residual": torch.zeros(3, 1, 6)}, ValueError, r"`residual` must have the shape of `x`"),
         ({"x": torch.zeros(3, 6, requires_grad=True)}, ValueError, r"`x` must not require a gradient"),
+        ({"weight": torch.zeros(6, 4, requires_grad=True)}, ValueError, r"`weight` must not require a grad"),
+        ({"bias": torch.zeros(6, requires_grad=True)}, ValueError, r"`bias` must not require a gradient"),
+        ({"cache": torch.zeros(1, 6, 4).expand(3, 6, 4)}, ValueError, r"`cache` must have memory of its own"),
+        ({"x": torch.zeros(3, 6, device="meta")}, ValueError, r"`x` must hold data"),
     ],
 )
 def test_bad_step_is_named(change: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import FrozenInstanceError, dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
@@ -18,8 +18,10 @@ from kernel_fun._common import config
 from kernel_fun._common import device as devices
 from kernel_fun._common.check import ContractError, ContractTypeError
 from kernel_fun._common.context_parallel import _share
-from kernel_fun._common.exchange import HEADER
+from kernel_fun._common.exchange import HEADER, agreed_size
+from kernel_fun.cconv import causal_conv1d
 from kernel_fun.kda import build_cp_context, chunk_kda, is_supported
+from kernel_fun.kda.call import FLAGS
 from kernel_fun.testing import TOLERANCE as TABLE
 from ranks import Raised, Ranks
 
@@ -642,6 +644,26 @@ def test_a_loss_of_one_output(ranks: Ranks) -> None:
         assert (found - x[name].grad).abs().max() < TOLERANCE, name
 
 
+def loss_of_a_mask(group: Any, p: Problem) -> dict[str, Any]:
+    """No token of the last rank is in the loss."""
+    context = build_cp_context(torch.tensor(p.cu), group)
+    x = {n: context.shard(t) if n in BY_TOKEN else t for n, t in p.leaves().items()}
+    x = {n: t.clone().requires_grad_() for n, t in x.items()}
+    weight = torch.ones(p.V, 3, dtype=F64, requires_grad=True)
+    v, _ = causal_conv1d(x["v"][:, :, 0], weight, cp_context=context)
+    o, _ = p.call({**x, "v": v[:, :, None].expand_as(x["v"])}, cp_context=context)
+    start, stop = context.token_ranges[0]
+    mask = torch.arange(start, stop) < 288
+    (o[:, mask] ** 2).sum().backward()
+    return {n: t.grad for n, t in x.items()}
+
+
+def test_a_rank_without_a_token_of_the_loss(ranks: Ranks) -> None:
+    first, last = ranks.run(2, loss_of_a_mask, Problem(PACKINGS["one sequence"], states=False))
+    assert first["v"].abs().max() > 0
+    assert not last["v"].any()
+
+
 # ------------------------------------------------------------------------------------ in one process
 
 
@@ -661,6 +683,10 @@ CU = torch.tensor([0, 3, 8])
         ({"cu_seqlens_cpu": torch.tensor([0, 8])}, ContractError, r"`cu_seqlens_cpu` must have the shape"),
         ({"layout": "striped"}, ContractError, r"`layout` must be 'contiguous' or 'zigzag', got 'striped'"),
         ({"use_tf32x3_affine_chain": False}, ContractError, r"`use_tf32x3_affine_chain` must be True"),
+        ({"reduce_gradients": "no"}, ContractTypeError, r"`reduce_gradients` must be True or False, got 'no'"),
+        ({"conv1d_kernel_size": -1}, ContractError, r"`conv1d_kernel_size` must be at least 1, got -1"),
+        ({"conv1d_kernel_size": "4"}, ContractTypeError, r"`conv1d_kernel_size` must be an int or None, got str"),
+        ({"cu_seqlens": torch.tensor([0, 8], device="meta")}, ContractError, r"`cu_seqlens` must hold data"),
         ({"group": None}, ContractTypeError, r"`group` must be a torch.distributed process group"),
         ({"shiny": 1}, TypeError, r"shiny"),
     ],
@@ -716,6 +742,57 @@ def test_a_tensor_of_another_length_is_not_cut(group_of_one: Any) -> None:
         ValueError, match=r"must hold the 8 tokens of the packed batch along dim 1, got shape"
     ):
         context.shard(torch.zeros(1, 9, 2))
+
+
+def test_what_cannot_be_cut_is_named(group_of_one: Any) -> None:
+    context = build_cp_context(CU, group_of_one)
+    with pytest.raises(ContractError, match=r"`x` must have a dimension 1 .* got shape \[8\]: give the one"):
+        context.shard(torch.arange(8))
+    assert torch.equal(context.shard(torch.arange(8), 0), torch.arange(8))
+    assert torch.equal(context.shard(torch.arange(8), -1), torch.arange(8))
+    with pytest.raises(ContractTypeError, match=r"`x` must be a torch.Tensor, got list"):
+        context.shard([1])  # pyright: ignore[reportArgumentType]
+
+
+def test_a_context_does_not_change(group_of_one: Any) -> None:
+    context: Any = build_cp_context(CU, group_of_one)
+    with pytest.raises(FrozenInstanceError):
+        context.layout = "zigzag"
+
+
+@pytest.mark.parametrize("how", ["made before", "made after"])
+def test_a_group_that_was_destroyed_is_named(how: str) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group = dist.group.WORLD
+    assert group is not None
+    context = build_cp_context(CU, group)
+    dist.destroy_process_group()
+    call: Any = {
+        "made before": lambda: chunk_kda(**inputs(), cp_context=context),
+        "made after": lambda: build_cp_context(CU, group),
+    }[how]
+    with pytest.raises(ContractError, match=r"group` must be a process group that exists, got one that was"):
+        call()
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_a_switch_is_no_word(flag: str) -> None:
+    with pytest.raises(ContractTypeError, match=f"`{flag}` must be True or False, got 'no'"):
+        chunk_kda(**inputs(), **{flag: "no"})
+
+
+@pytest.mark.parametrize(
+    ("tellers", "size"),
+    [
+        (([3, 3, 4], [5]), 3),
+        (([4, 3, 3, 4, 4],), 4),
+        (([3, 4], [5]), None),
+        (([], [5]), 5),
+        (([], []), None),
+    ],
+)
+def test_most_arguments_tell_a_size(tellers: Any, size: int | None) -> None:
+    assert agreed_size(*tellers) == size
 
 
 def test_without_a_group_the_context_packs(group_of_one: Any) -> None:

@@ -79,20 +79,21 @@ def causal_conv1d(
             must make the call: one all-gather of the last W-1 inputs, and one of their gradients in the
             backward. States have a row for each local sequence: an initial state is read where its sequence
             begins, and a final one stands where it ends (0 elsewhere).
-        **kwargs: ``seq_idx``, for ``"mix"`` and ``"cuda"``.
+        **kwargs: ``seq_idx``, for ``"mix"`` and ``"cuda"`` on a GPU; here ``cu_seqlens`` packs sequences.
 
     Returns:
         ``(y, final_state)``: y in x's shape and dtype, contiguous; final_state ``[N, D, W]`` in x's dtype,
         or None. Arithmetic is float32 (float64 where x is). Gradients of x, weight, bias,
         residual and initial_state come in the dtype of each and include all W slots of both states;
-        there is no double backward. Two runs give the same bits.
+        there is no double backward, nor a gradient or vmap of ``torch.func``. Two runs give the same bits.
 
     Raises:
         ValueError: a shape or value outside the contract; the message names the argument, what is expected
             and what was given.
         TypeError: a type or dtype outside it, or an unknown keyword.
         NotImplementedError: no backend can take the call; the message says why.
-        kernel_fun.kda.PeerFailure: under ``cp_context``, another rank raised, or called something else.
+        kernel_fun.kda.PeerFailure: under ``cp_context``, another rank raised, or called something else
+            (docs/scaling.md says which failures reach every rank).
     """
     arguments = locals()
     signature = known.signature(arguments)
@@ -109,10 +110,21 @@ def _planned(signature: Hashable | None, arguments: dict[str, Any]) -> tuple[Cal
         call = bind(arguments)
         plan = dispatch.plan(call.problem(), devices.of(arguments["x"].device))
         if plan.backend != "fla" and call.unknown:
-            raise TypeError(f"causal_conv1d() got an unexpected keyword argument {call.unknown[0]!r}")
+            raise _unexpected(call.unknown[0], plan)
     announce(plan, "causal_conv1d")
     known.keep(signature, call, plan)
     return call, plan
+
+
+def _unexpected(name: str, plan: Plan) -> TypeError:
+    message = f"causal_conv1d() got an unexpected keyword argument {name!r}"
+    if name == "seq_idx":
+        message = (
+            "`seq_idx` is read by fla's backends 'mix' and 'cuda' alone, to which only a CUDA call is "
+            f"delegated, got it on {plan.device.type} with backend={plan.problem.asked!r}: packed sequences "
+            "are given by `cu_seqlens`"
+        )
+    return TypeError(message)
 
 
 @outside_compiler
@@ -125,6 +137,8 @@ def causal_conv1d_update(
     activation: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One token per sequence, for decoding: ``fla.modules.convolution.causal_conv1d_update`` of 0.6.0.
+
+    Under ``torch.compile`` it runs outside the graph: a graph break, so an error under ``fullgraph=True``.
 
     Args:
         x: ``[N, D]``, ``[1, N, D]`` or ``[N, 1, D]``; in the last two, trailing dimensions may make up D.

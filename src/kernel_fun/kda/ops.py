@@ -101,10 +101,11 @@ def chunk_kda(
         cp_context: The tensors are this rank's part of a packed batch that :func:`build_cp_context`, or that
             of fla, cut over a process group; its boundaries replace ``cu_seqlens``. Every rank of the group
             must make the call, in the forward and in the backward: one all-gather each (docs/scaling.md). An
-            exception of a rank before it reaches every rank. States have a row for each local sequence
-            (``context.sequences`` numbers them): an initial state is read on the rank where its sequence
-            begins, and a final state stands on the rank where it ends, 0 elsewhere. Gradients of A_log and
-            dt_bias are those of the local tokens, unless the context says ``reduce_gradients``.
+            exception of a rank before it reaches every rank, unless its arguments leave HV, K or V open.
+            States have a row for each local sequence (``context.sequences`` numbers them): an initial state
+            is read on the rank where its sequence begins, and a final state stands on the rank where it
+            ends, 0 elsewhere. Gradients of A_log and dt_bias are those of the local tokens, unless the
+            context says ``reduce_gradients``.
         use_graph, max_num_seqs: Accepted; ``cu_seqlens`` must then have ``max_num_seqs + 1`` entries.
         **kwargs: ``A_log`` (HV elements), ``dt_bias`` (HV*K elements), ``chunk_size`` (32 or 64: the spacing
             of intermediate states; the result does not depend on it), ``transpose_state_layout``
@@ -114,7 +115,7 @@ def chunk_kda(
         ``(o, final_state)``, o ``[B, T, HV, V]`` in q's dtype and final_state float32 or None; with
         ``return_intermediate_states`` ``(o, final_state, h)``. States are float64 where an input is.
         Gradients of q, k, v, g, beta, A_log, dt_bias and initial_state come in the dtype of each; there is
-        no double backward.
+        no double backward, nor a derivative or vmap of ``torch.func``.
 
     Raises:
         ValueError: a shape or value outside the contract; the message names the argument, what is expected
