@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -233,6 +234,36 @@ def test_no_message_of_a_guessed_size_is_sent(what: str, ranks: Ranks) -> None:
     assert seconds < 20
     assert answers[0] == "did not call"
     assert answers[1].startswith(("ContractError: `weight`", "ContractTypeError: `weight`"))
+
+
+def speechless(group: Any) -> tuple[str, list[str]] | None:
+    """Rank 1 makes a mistake and has no memory for a message; nobody else calls."""
+    heard: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            heard.append(record.getMessage())
+
+    patch, listener = pytest.MonkeyPatch(), Listener()
+    patch.setattr(torch, "empty", no_memory)
+    logging.getLogger("kernel_fun").addHandler(listener)
+    try:
+        return mistaken(group, 1, {"activation": "tanh"}, True), heard
+    finally:
+        logging.getLogger("kernel_fun").removeHandler(listener)
+        patch.undo()
+
+
+def no_memory(*_: Any, **__: Any) -> Any:
+    raise MemoryError("no room")
+
+
+def test_an_error_that_cannot_be_sent_is_raised_as_it_is(ranks: Ranks) -> None:
+    _, answer = ranks.run(2, speechless)
+    error, heard = answer
+    assert error.startswith("ContractError: `activation` must be None")
+    (warning,) = (line for line in heard if "not told" in line)
+    assert "were not told of ContractError (MemoryError: no room)" in warning
 
 
 def summed_on_one(group: Any, W: int, how: str) -> str:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kernel_fun._common import config
+from kernel_fun._common import config, exchange
 from kernel_fun._common import device as devices
 from kernel_fun._common.check import ContractError, ContractTypeError
 from kernel_fun._common.context_parallel import _share
@@ -793,6 +793,20 @@ def test_a_switch_is_no_word(flag: str) -> None:
 )
 def test_most_arguments_tell_a_size(tellers: Any, size: int | None) -> None:
     assert agreed_size(*tellers) == size
+
+
+@pytest.mark.parametrize(
+    ("backend", "given", "carrier"),
+    [("gloo", "cuda:1", "cpu"), ("nccl", "cuda:1", "cuda:1"), ("nccl", "meta", "cuda:3"), ("nccl", "cpu", "cuda:3")],
+)  # fmt: skip
+def test_an_error_lies_where_its_backend_reads(
+    backend: str, given: str, carrier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also that of an argument on another device."""
+    monkeypatch.setattr(dist, "get_backend", lambda group: backend)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    split: Any = SimpleNamespace(ranks=2, group=None)
+    assert exchange._carrier(split, torch.device(given)) == torch.device(carrier)
 
 
 def test_without_a_group_the_context_packs(group_of_one: Any) -> None:
