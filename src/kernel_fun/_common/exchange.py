@@ -56,7 +56,7 @@ class Exchange:
         self._split, self._what = split, what
         self._shape, self._dtype, self._device = shape, dtype, device
         agreed = {} if agreed is None else agreed
-        self._names = ", ".join(("shapes", "dtypes", *agreed))
+        self._names = ", ".join(("shapes", *agreed))
         self._call = zlib.crc32(repr((what, shape, str(dtype), *agreed.items())).encode())
         self._bytes = torch.Size(shape).numel() * dtype.itemsize
         self._mine: Tensor | None = None
