@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,10 +51,11 @@ def rows(candidate: str, peer: str, device: torch.device) -> list[dict[str, Any]
             for seed in range(seeds):
                 _add(sums, regime, T, seed, (candidate, peer), device)
             for name, (ours, theirs, size) in sums.items():
-                if not size * theirs:
+                if size == 0.0:
                     continue
                 error, peer_error = (ours / size) ** 0.5, (theirs / size) ** 0.5
-                values = (regime, T, seeds, name, candidate, error, peer, peer_error, error / peer_error)
+                ratio = error / peer_error if peer_error else math.inf
+                values = (regime, T, seeds, name, candidate, error, peer, peer_error, ratio)
                 found.append(dict(zip(COLUMNS, values, strict=True)))
     return found
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from kernel_fun import cli
 from kernel_fun._cli import demo as demo_command
+from kernel_fun._common import config
 from kernel_fun.cconv import causal_conv1d
 from kernel_fun.demo import compare, recipe, sample, session, text, train
 from kernel_fun.demo import model as demo_model
@@ -387,3 +388,11 @@ def test_two_backends_are_compared_from_the_same_seeds(
 def test_a_backend_is_not_compared_with_itself(options: session.Options) -> None:
     with pytest.raises(ValueError, match="`--compare`"):
         compare.compare(options, ("eager", "eager"))
+
+
+def test_generation_under_a_backend_that_is_demanded_of_chunk_kda() -> None:
+    """sm90 has no recurrent form: the demo's generation takes the one there is."""
+    model = ByteModel(TINY.model)
+    with config.KDA_BACKEND.set("sm90"):
+        logits, _ = model(torch.randint(0, 256, (1, 3)), form="recurrent")
+    assert logits.isfinite().all()

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernel_fun._common import config
 from kernel_fun.cconv import causal_conv1d
 from kernel_fun.kda import chunk_kda, fused_recurrent_kda
 
@@ -54,6 +55,12 @@ class LayerState:
 
     kda: Tensor
     conv: Tensor
+
+
+def _recurrent(**arguments: Any) -> tuple[Tensor, Tensor | None]:
+    """One token after another. A backend that is demanded of chunk_kda need not have this form."""
+    with config.KDA_BACKEND.set(config.KDA_BACKEND.default):
+        return fused_recurrent_kda(**arguments)
 
 
 def shifted_products(x: Tensor, weight: Tensor, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -114,7 +121,7 @@ class KimiDeltaAttention(nn.Module):
         c = self.config
         qkv, conv = self._convolve(self.qkv_proj(x), None if state is None else state.conv, keep_state)
         q, k, v = qkv.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
-        kda = chunk_kda if form == "chunk" else fused_recurrent_kda
+        kda = chunk_kda if form == "chunk" else _recurrent
         o, final_state = kda(
             q=q.unflatten(-1, (c.H, c.K)),
             k=k.unflatten(-1, (c.H, c.K)),

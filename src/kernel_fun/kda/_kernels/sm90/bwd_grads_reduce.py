@@ -83,7 +83,6 @@ class KdaBwdGradsReduceSm90:
             if cutlass.const_expr(self.c.l2norm):
                 x = cute.make_rmem_tensor(width, self.io)
                 cute.autovec_copy(own(mX, h), x)
-                rstd = mRstd[t, h]
                 y = [x[e].to(Float32) for e in range(width)]
                 dot = Float32(0.0)
                 zero = Float32(0.0)
@@ -92,6 +91,9 @@ class KdaBwdGradsReduceSm90:
                 for i in cutlass.range_constexpr(5):
                     dot = dot + cute.arch.shuffle_sync_bfly(dot, offset=1 << i)
                 none = dot == zero
+                rstd = zero
+                if dot != zero:  # rows of no sequence have no norm
+                    rstd = mRstd[t, h]
                 dot = dot * rstd * rstd
                 for e in cutlass.range_constexpr(width):
                     dy[e] = select(none, dy[e], dy[e] - dot * y[e])
