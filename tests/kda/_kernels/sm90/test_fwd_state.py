@@ -23,7 +23,7 @@ from kernel_fun.kda._kernels.eager import fwd_state as eager
 from kernel_fun.kda._kernels.eager.fwd_intra import fwd_intra
 from kernel_fun.kda._kernels.sm90 import fwd_state as kernel
 from kernel_fun.kda._kernels.sm90.fwd_state import Config
-from kernel_fun.kda._kernels.sm90.operands import BT
+from kernel_fun.kda._kernels.sm90.scan_config import BT
 from kernel_fun.kda.call import Call
 
 

@@ -165,7 +165,7 @@ def test_the_table_and_the_kernels_agree_on_the_box():
 
 
 def test_the_decays_of_a_chunk_are_as_many_as_the_kernels_keep():
-    from kernel_fun.kda._kernels.sm90 import operands
+    from kernel_fun.kda._kernels.sm90 import scan_config
     from kernel_fun.kda.stages import DECAYS
 
-    assert operands.DECAYS == DECAYS
+    assert scan_config.DECAYS == DECAYS

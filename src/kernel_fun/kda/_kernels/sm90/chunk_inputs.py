@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kernel_fun._cute.compile import symbol, tensor
-from kernel_fun.kda._kernels.sm90.operands import BT, DECAYS, ScanConfig
+from kernel_fun.kda._kernels.sm90.scan_config import BT, DECAYS, ScanConfig
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype

@@ -58,8 +58,8 @@ from kernel_fun._cute.pipe import thread_again
 from kernel_fun._cute.tile import SMEM_BYTES, Tile, tma_parts
 from kernel_fun._cute.warp import load2, load4, matrices, mma, pack, product, select, store2, store4, unpack
 from kernel_fun.kda._kernels.sm90.chunk_inputs import facts_of
-from kernel_fun.kda._kernels.sm90.operands import DECAYS
 from kernel_fun.kda._kernels.sm90.rows import Rows, flat, flattened, packed_rows, tma_rows
+from kernel_fun.kda._kernels.sm90.scan_config import DECAYS
 
 if TYPE_CHECKING:
     from torch import Tensor, device

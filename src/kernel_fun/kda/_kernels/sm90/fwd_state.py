@@ -60,17 +60,9 @@ from kernel_fun.kda._kernels.sm90.chunk_inputs import (
     facts_of,
     v_tile,
 )
-from kernel_fun.kda._kernels.sm90.operands import (
-    BC,
-    BT,
-    ROWS,
-    STATE_BARRIER,
-    Builder,
-    Chain,
-    ScanConfig,
-    ask_ahead,
-)
+from kernel_fun.kda._kernels.sm90.operands import STATE_BARRIER, Builder, ask_ahead
 from kernel_fun.kda._kernels.sm90.rows import uninitialised, zeros
+from kernel_fun.kda._kernels.sm90.scan_config import BC, BT, ROWS, Chain, ScanConfig
 
 if TYPE_CHECKING:
     from torch import Tensor, device
