@@ -5,17 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import re
-import shutil
-import subprocess
 from collections.abc import Generator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from chunk_decays import around
+from products import waits
 
 pytest.importorskip("cutlass")
 
@@ -43,19 +40,6 @@ def _cache(tmp_path_factory: pytest.TempPathFactory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KERNEL_FUN_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
         yield
-
-
-def waits(content: bytes, folder: Path) -> list[int]:
-    """How many groups of products each wait leaves in flight, in program order."""
-    tool = shutil.which("nvdisasm")
-    if tool is None:
-        triton = pytest.importorskip("triton")
-        tool = str(Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm")
-    if not Path(tool).exists():
-        pytest.skip("no nvdisasm")
-    (folder / "kernel.cubin").write_bytes(next(inspect._cuda_elfs(content)))
-    sass = subprocess.run([tool, "-c", folder / "kernel.cubin"], capture_output=True, text=True, check=True)
-    return [int(n, 16) for n in re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x\d+)", sass.stdout)]
 
 
 @pytest.mark.parametrize("config", [FULL, WIDE], ids=["full", "wide-packed"])

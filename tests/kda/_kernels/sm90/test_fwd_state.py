@@ -7,11 +7,13 @@ import itertools
 import math
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from chunk_decays import around
+from products import waits
 
 pytest.importorskip("cutlass")
 
@@ -83,7 +85,7 @@ COMPILED = [
 @pytest.mark.parametrize(
     "c", COMPILED, ids=lambda c: f"{c.io}-{c.g}-{c.K}-{c.BV}-{c.gate}-{c.index}-{c.want_o}"
 )
-def test_compiles_within_its_resources(c: Config, monkeypatch: pytest.MonkeyPatch):
+def test_compiles_within_its_resources(c: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     sizes = []
     storage = kernel.KdaFwdStateSm90.storage
 
@@ -93,11 +95,14 @@ def test_compiles_within_its_resources(c: Config, monkeypatch: pytest.MonkeyPatc
         return struct
 
     monkeypatch.setattr(kernel.KdaFwdStateSm90, "storage", measured)
-    (found,) = inspect.resources(kernel._compile.object(c))
+    content = kernel._compile.object(c)
+    (found,) = inspect.resources(content)
     assert "kda_fwd_state_sm90" in found.name
     assert found.stack_bytes == 0
     assert found.registers <= min(255, 65536 // c.threads)
     assert sizes == [c.smem_bytes]
+    # with fewer registers than a STATE thread wants, ptxas waits after every product
+    assert len(waits(content, tmp_path)) <= 4
 
 
 # the launcher
