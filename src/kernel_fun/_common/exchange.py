@@ -114,9 +114,22 @@ class Exchange:
 
     def receive(self) -> Tensor:
         """Wait: the data of every rank, ``[ranks, *shape]``, or the same exception on every rank."""
+        data = self.arrive()
+        self.confirm()
+        return data
+
+    def arrive(self) -> Tensor:
+        """The data of every rank, ``[ranks, *shape]``: on a GPU in the order of the stream, and the host does
+        not wait. It means nothing until :meth:`confirm` has returned."""
         self._wait()
-        # the host reads the headers here: on a GPU it waits for the gather
-        headers = self._all[:, :HEADER].cpu().contiguous().view(_int64()).tolist()
+        self._headers = _on_host(self._all[:, :HEADER])
+        data = self._all[:, HEADER:].view(self._dtype).view(self._split.ranks, *self._shape)
+        return data.to(self._device)
+
+    def confirm(self) -> None:
+        """Raise what a rank told, the same exception on every rank. On a GPU the host waits for the gather
+        here, and for nothing after it: work queued between :meth:`arrive` and this follows without a gap."""
+        headers = self._headers().view(_int64()).tolist()
         failed = [r for r, header in enumerate(headers) if header[0] != OK]
         if failed:
             text = bytes(self._all[failed[0], HEADER : HEADER + headers[failed[0]][1]].cpu().tolist())
@@ -138,8 +151,6 @@ class Exchange:
                     f"{self._what}: rank {strange[0]} of the context-parallel group called with {what}, "
                     f"or called something else"
                 )
-        data = self._all[:, HEADER:].view(self._dtype).view(self._split.ranks, *self._shape)
-        return data.to(self._device)
 
     def _start(self, status: int, text: int = 0) -> None:
         import torch
@@ -232,6 +243,23 @@ def _carrier(split: Split, device: torch.device) -> torch.device:
     if backend == "nccl" and device.type != "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+def _on_host(x: Tensor) -> Callable[[], Tensor]:
+    """A contiguous copy in the host's memory, for when it is asked for; on a GPU under way in the stream."""
+    import torch
+
+    if not x.is_cuda:
+        return x.contiguous
+    copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+    there = torch.cuda.Event()
+    there.record(torch.cuda.current_stream(x.device))
+
+    def waited() -> Tensor:
+        there.synchronize()
+        return copy
+
+    return waited
 
 
 def _int64() -> torch.dtype:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from kernel_fun._common.plan import Plan
     from kernel_fun.kda.call import Call
-    from kernel_fun.kda.stages import BwdGrads, BwdState, FwdIntra, FwdState
+    from kernel_fun.kda.stages import BwdGrads, BwdState, FwdIntra, FwdState, ReverseScan
 
 
 class Forward(NamedTuple):
@@ -45,22 +45,21 @@ def backward(
     h: Tensor | None,
     v_new: Tensor | None,
 ) -> tuple[Grads, Tensor | None]:
-    """``bwd_state`` then ``bwd_grads``. Returns the gradients and dh0.
-
-    The partial sums of dA_log and d dt_bias become gradients in the shape and dtype of their inputs.
-    """
+    """``bwd_state`` then ``bwd_grads``. Returns the gradients and dh0."""
     bwd_state: BwdState = plan.load("bwd_state")
-    bwd_grads: BwdGrads = plan.load("bwd_grads")
     scan = bwd_state(call, intra, do, dht, h, v_new)
     _settle(call)
+    return gradients(call, plan, intra, scan, do), scan.dh0
+
+
+def gradients(call: Call, plan: Plan, intra: Intra, scan: ReverseScan, do: Tensor | None) -> Grads:
+    """``bwd_grads``, whose partial sums of dA_log and d dt_bias become gradients in the shape and dtype of
+    their inputs."""
+    bwd_grads: BwdGrads = plan.load("bwd_grads")
     grads = bwd_grads(call, intra, scan, do)
     _settle(call)
-    return (
-        grads._replace(
-            dA_log=_reduce(grads.dA_log, call.A_log), ddt_bias=_reduce(grads.ddt_bias, call.dt_bias)
-        ),
-        scan.dh0,
-    )
+    dA_log, ddt_bias = _reduce(grads.dA_log, call.A_log), _reduce(grads.ddt_bias, call.dt_bias)
+    return grads._replace(dA_log=dA_log, ddt_bias=ddt_bias)
 
 
 def _reduce(partial: Tensor | None, parameter: Tensor | None) -> Tensor | None:

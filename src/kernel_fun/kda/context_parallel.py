@@ -10,6 +10,9 @@ the summaries from the slot where it began (whose S_loc starts from the caller's
 ordinary scan runs with that. Backward: the mirror image, from the slot where the sequence ends. M is needed
 only of slots that one sequence fills, and is kept for the backward.
 
+The backward scans in reverse once on a rank that waits for no other, before the exchange, and rebuilds the
+chunk states, which need nothing from later, while the exchange is in flight.
+
 The summaries are the stages' own: S_loc and M are the final state of fwd_state with values [v | 0] and
 initial state [0 | I]; dS_loc is the gradient of the initial state from bwd_state. So every backend summarises
 with its own kernels and its own Intra.
@@ -28,7 +31,7 @@ from kernel_fun._common.exchange import Exchange, agreed_size, failing, reduce_o
 from kernel_fun.kda import chain
 from kernel_fun.kda.autograd import _NoDoubleBackward, intermediate_states, undisturbed
 from kernel_fun.kda.call import TENSORS, Call
-from kernel_fun.kda.stages import BwdState, FwdIntra, FwdState, Grads, Intra
+from kernel_fun.kda.stages import BwdState, FwdIntra, FwdState, Grads, Intra, ReverseScan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -162,13 +165,14 @@ def forward(call: Call, plan: Plan) -> tuple[chain.Forward, Carried]:
             done[sequences.start] = fwd_intra(_rows(call, split, sequences))
             chain._settle(call)
     intra = _join(call, split, runs, done)
-    gathered = exchange.receive()
+    gathered = exchange.arrive()
     states = _zeros(call, (len(split.pieces), *_sizes(call)))
     for i, piece in enumerate(split.pieces):
         if piece.pre:
             states[i] = _fold(gathered, split, range(piece.slot - piece.pre, piece.slot), call)
     keep = call.return_intermediate_states or (call.disable_recompute and plan.problem.needs_grad)
     scan = fwd_state(_with_states(call, split, states), intra, keep=keep)
+    exchange.confirm()
     chain._settle(call)
     assert scan.o is not None
     ht = None if scan.ht is None else _without(scan.ht, split.ended_elsewhere())
@@ -188,32 +192,45 @@ def backward(
     """The mirror image of :func:`forward`. Returns the gradients and that of the caller's initial state."""
     split = _split(call)
     do, dht = upstream
+    whole = _with_states(call, split, carried.states)
+    scan: ReverseScan | None = None
     with exchange.or_tell():
         if do is None:
             do = call.v.new_zeros(call.v.shape, dtype=call.q.dtype)
         bwd_state = cast(BwdState, plan.load("bwd_state"))
-        transitions = iter(carried.transitions)
         summaries = _zeros(call, _shape(split, *_sizes(call)))
-        for i, piece in enumerate(split.pieces):
-            if not piece.pre:
-                continue
-            summaries[i, ..., : call.v.shape[3]] = _gradient(call, split, piece, intra, do, dht, bwd_state)
-            if piece.passes_through:
-                summaries[i, ..., call.v.shape[3] :] = next(transitions).mT
+        local = summaries[..., : call.v.shape[3]]
+        if not split.ended_elsewhere():
+            chunks = sum(_chunks(split, n, call.BT) for n in range(len(split.bounds) - 1))
+            scan = bwd_state(whole, intra, do, dht, *_unread(whole, chunks))
+            for i, piece in enumerate(split.pieces):
+                if piece.pre:
+                    assert scan.dh0 is not None
+                    local[i] = _k_first(scan.dh0[piece.first], call)
+        else:
+            transitions = iter(carried.transitions)
+            for i, piece in enumerate(split.pieces):
+                if not piece.pre:
+                    continue
+                local[i] = _gradient(call, split, piece, intra, do, dht, bwd_state)
+                if piece.passes_through:
+                    summaries[i, ..., call.v.shape[3] :] = next(transitions).mT
         chain._settle(call)
         exchange.send(summaries)
-    gathered = exchange.receive()
-    if split.ended_elsewhere():
-        ends = _zeros(call, (len(split.bounds) - 1, *_sizes(call)))
-        if dht is not None:
-            ends.copy_(_k_first(dht, call))
-        for piece in split.pieces:
-            if piece.post:
-                after = range(piece.slot + piece.post, piece.slot, -1)
-                ends[piece.last] = _fold(gathered, split, after, call)
-        dht = _as_asked(ends, call)
-    whole = _with_states(call, split, carried.states)
-    grads, dh0 = chain.backward(whole, plan, intra, do, dht, *kept)
+    h, v_new = kept
+    if h is None or v_new is None:
+        fwd_state = cast(FwdState, plan.load("fwd_state"))
+        states = fwd_state(whole, intra, keep=True, output=False)
+        h, v_new = states.h, states.v_new
+        assert h is not None
+        assert v_new is not None
+    gathered = exchange.arrive()
+    if scan is None:
+        dht = _ends(call, split, gathered, dht)
+        scan = bwd_state(whole, intra, do, dht, h, v_new)
+    grads = chain.gradients(whole, plan, intra, scan._replace(h=h, v_new=v_new), do)
+    exchange.confirm()
+    dh0 = scan.dh0
     if call.initial_state is None or dh0 is None:
         dh0 = None
     else:
@@ -259,16 +276,38 @@ def _gradient(
     HV, K, V = _sizes(call)
     n = piece.first
     lo, hi = split.rows(n)
-    start = _zeros(call, (1, HV, K, V))
-    rows = replace(_rows(call, split, range(n, n + 1)), initial_state=start)
+    rows = replace(_rows(call, split, range(n, n + 1)), initial_state=_zeros(call, (1, HV, K, V)))
     ends_here = not piece.passes_through and dht is not None
     own = _k_first(dht[n : n + 1], call) if ends_here and dht is not None else None
-    # a reverse scan reads neither h nor v_new: it only hands them on
-    h = start.new_empty(1).expand(-(-(hi - lo) // rows.BT), HV, K, V)
-    v_new = start.new_empty(1).expand(1, hi - lo, HV, V)
-    scan = bwd_state(rows, _rows_of(intra, split, n, rows.BT), do[:, lo:hi], own, h, v_new)
+    scan = bwd_state(
+        rows,
+        _rows_of(intra, split, n, rows.BT),
+        do[:, lo:hi],
+        own,
+        *_unread(rows, _chunks(split, n, rows.BT)),
+    )
     assert scan.dh0 is not None
     return scan.dh0[0]
+
+
+def _unread(call: Call, chunks: int) -> tuple[Tensor, Tensor]:
+    """In place of h and v_new: a reverse scan reads neither, it only hands them on."""
+    HV, K, V = _sizes(call)
+    one = call.q.new_empty(1, dtype=_wide(call))
+    return one.expand(chunks, HV, K, V), one.expand(1, call.q.shape[1], HV, V)
+
+
+def _ends(call: Call, split: Split, gathered: Tensor, dht: Tensor | None) -> Tensor:
+    """Gradients of the states after the local sequences, in the caller's layout: those of the final states,
+    and what came from the ranks where a sequence goes on."""
+    ends = _zeros(call, (len(split.bounds) - 1, *_sizes(call)))
+    if dht is not None:
+        ends.copy_(_k_first(dht, call))
+    for piece in split.pieces:
+        if piece.post:
+            after = range(piece.slot + piece.post, piece.slot, -1)
+            ends[piece.last] = _fold(gathered, split, after, call)
+    return _as_asked(ends, call)
 
 
 def _fold(gathered: Tensor, split: Split, slots: range, call: Call) -> Tensor:

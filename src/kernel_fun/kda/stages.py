@@ -80,9 +80,9 @@ class FwdIntra(Protocol):
 
 
 class FwdState(Protocol):
-    def __call__(self, call: Call, intra: Intra, *, keep: bool) -> Scan:
+    def __call__(self, call: Call, intra: Intra, *, keep: bool, output: bool = True) -> Scan:
         """``keep``: return h and v_new as well; without ``return_intermediate_states`` a backend may
-        decline, and its backward rebuilds them."""
+        decline, and its backward rebuilds them. ``output`` False: a rescan, h and v_new and nothing else."""
         ...
 
 
@@ -96,7 +96,7 @@ class BwdState(Protocol):
         h: Tensor | None,
         v_new: Tensor | None,
     ) -> ReverseScan:
-        """``h`` and ``v_new`` None: not kept by the forward, rebuilt here."""
+        """``h`` and ``v_new`` None: not kept by the forward, rebuilt here. Else they are only handed on."""
         ...
 
 

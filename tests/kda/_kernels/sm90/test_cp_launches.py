@@ -26,7 +26,8 @@ def second_of_three(monkeypatch):
     monkeypatch.setattr(context_parallel, "_membership", lambda name, group: (1, 3))
     monkeypatch.setattr(Exchange, "reserve", lambda self: None)
     monkeypatch.setattr(Exchange, "send", lambda self, data: None)
-    monkeypatch.setattr(Exchange, "receive", lambda self: torch.zeros(3, *self._shape))
+    monkeypatch.setattr(Exchange, "arrive", lambda self: torch.zeros(3, *self._shape))
+    monkeypatch.setattr(Exchange, "confirm", lambda self: None)
 
 
 def context(cu, pre, post, layout="contiguous", front=None):
@@ -72,6 +73,7 @@ def test_every_slot_reaches_the_kernels(which, form, launched):  # noqa: F811
     split = context_parallel.read(ctx)
     summaries = sum(piece.post > 0 for piece in split.pieces)
     assert forward.count("fwd_state") == 1 + summaries
-    assert backward.count("bwd_state") == 1 + sum(piece.pre > 0 for piece in split.pieces)
+    waits = bool(split.ended_elsewhere())
+    assert backward.count("bwd_state") == 1 + waits * sum(piece.pre > 0 for piece in split.pieces)
     assert x["q"].grad is not None
     assert x["q"].grad.shape == x["q"].shape

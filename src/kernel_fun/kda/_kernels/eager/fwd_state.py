@@ -62,14 +62,14 @@ def heads(step: Step, HV: int) -> slice:
     return slice(step.lo * HV, step.hi * HV)
 
 
-def fwd_state(call: Call, intra: Intra, *, keep: bool) -> Scan:
+def fwd_state(call: Call, intra: Intra, *, keep: bool, output: bool = True) -> Scan:
     """See :class:`kernel_fun.kda.stages.FwdState`.
 
     States of 16-bit calls are float32 here, twice the size and more exact than a 16-bit copy: they are
     not kept for the backward, which rebuilds them.
     """
     whole_states = call.return_intermediate_states or io_dtype(call) == compute_dtype(call)
-    return scan(call, intra, output=True, keep=keep and whole_states)
+    return scan(call, intra, output=output, keep=keep and (whole_states or not output))
 
 
 def scan(call: Call, intra: Intra, *, output: bool, keep: bool) -> Scan:

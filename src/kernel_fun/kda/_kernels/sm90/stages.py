@@ -38,9 +38,10 @@ def fwd_intra(call: Call) -> Intra:
     return intra
 
 
-def fwd_state(call: Call, intra: Intra, *, keep: bool) -> Scan:
+def fwd_state(call: Call, intra: Intra, *, keep: bool, output: bool = True) -> Scan:
     """See :class:`kernel_fun.kda.stages.FwdState`."""
-    return _scan(call, intra, wants_ht=call.output_final_state, keep=keep)
+    wants_ht = output and call.output_final_state
+    return _scan(call, intra, wants_ht=wants_ht, keep=keep, wants_o=output)
 
 
 def _scan(call: Call, intra: Intra, *, wants_ht: bool, keep: bool, wants_o: bool = True) -> Scan:
@@ -68,7 +69,7 @@ def bwd_state(
 ) -> ReverseScan:
     """See :class:`kernel_fun.kda.stages.BwdState`."""
     if h is None or v_new is None:
-        rescan = _scan(call, intra, wants_ht=False, keep=True, wants_o=False)
+        rescan = fwd_state(call, intra, keep=True, output=False)
         h, v_new = rescan.h, rescan.v_new
         assert h is not None
         assert v_new is not None
