@@ -292,6 +292,11 @@ class Split(NamedTuple):
     reduce_gradients: bool
     fingerprint: int
 
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """All of it but the group."""
+        return self[1:]
+
     def rows(self, sequence: int) -> tuple[int, int]:
         return self.bounds[sequence], self.bounds[sequence + 1]
 

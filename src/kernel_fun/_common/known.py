@@ -35,15 +35,18 @@ class Known(Generic[Answer]):
         self._answers: dict[Hashable, Answer] = {}
         _all.append(self)
 
-    def signature(self, tensors: Iterable[Any], others: tuple[Any, ...]) -> Hashable | None:
+    def signature(
+        self, tensors: Iterable[Any], others: tuple[Any, ...], place: Hashable = None
+    ) -> Hashable | None:
         """All that a plan may depend on; None where an argument is not of a plain kind.
 
         ``tensors``: the tensors, each or None, in a fixed order. ``others``: all other arguments, likewise.
+        ``place``: what of a batch the call has, where it is not all of it.
         """
         kinds = tuple([type(value) for value in others])  # True is 1, and 1 a number
         if not _PLAIN.issuperset(kinds):
             return None
-        key: list[Any] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), kinds, others]
+        key: list[Any] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), kinds, others, place]
         key += config.words(self._policy)
         try:
             for t in tensors:

@@ -21,7 +21,6 @@ with its own kernels and its own Intra.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -116,7 +115,7 @@ class ContextParallelKDA(torch.autograd.Function):
         exchange = ctx.exchange()
         with exchange.or_tell():
             saved = ctx.saved_tensors
-            call = ctx.call.with_tensors(saved[:n])
+            call = ctx.call.with_tensors(saved[:n], notes=ctx.call.notes.of(*saved, do, dht))
             h, v_new, *carried = saved[m:]
             intra = Intra(*saved[n:m])
         with undisturbed(call):
@@ -142,6 +141,7 @@ def forward(call: Call, plan: Plan) -> tuple[chain.Forward, Carried]:
     What the summaries need of fwd_intra comes first; the rest of it runs while the gather is in flight.
     """
     split = _split(call)
+    call = _plain(call, split)
     exchange = _exchange(call, split, FORWARD, plan)()
     runs, done = _runs(split), dict[int, Intra]()
     transitions: list[Tensor] = []
@@ -191,6 +191,7 @@ def backward(
 ) -> tuple[Grads, Tensor | None]:
     """The mirror image of :func:`forward`. Returns the gradients and that of the caller's initial state."""
     split = _split(call)
+    call = _plain(call, split)
     do, dht = upstream
     whole = _with_states(call, split, carried.states)
     scan: ReverseScan | None = None
@@ -254,11 +255,12 @@ def _summary(rows: Call, intra: Intra, call: Call, split: Split, piece: Piece, f
     values = torch.cat((rows.v, rows.v.new_zeros(B, L, HV, K)), -1)
     identity = torch.eye(K, dtype=_wide(call), device=call.q.device)
     start = torch.cat((identity.new_zeros(K, V), identity), -1).expand(1, HV, K, V + K)
-    return _final_state(replace(rows, v=values), intra, start, fwd_state)
+    return _final_state(rows.like(notes=rows.notes, v=values), intra, start, fwd_state)
 
 
 def _final_state(rows: Call, intra: Intra, start: Tensor | None, fwd_state: FwdState) -> Tensor:
-    scan = fwd_state(replace(rows, initial_state=start, output_final_state=True), intra, keep=False)
+    notes = rows.notes.of(rows.v, start)
+    scan = fwd_state(rows.like(notes=notes, initial_state=start, output_final_state=True), intra, keep=False)
     assert scan.ht is not None
     return scan.ht[0]
 
@@ -276,16 +278,13 @@ def _gradient(
     HV, K, V = _sizes(call)
     n = piece.first
     lo, hi = split.rows(n)
-    rows = replace(_rows(call, split, range(n, n + 1)), initial_state=_zeros(call, (1, HV, K, V)))
+    rows = _rows(call, split, range(n, n + 1))
     ends_here = not piece.passes_through and dht is not None
     own = _k_first(dht[n : n + 1], call) if ends_here and dht is not None else None
-    scan = bwd_state(
-        rows,
-        _rows_of(intra, split, n, rows.BT),
-        do[:, lo:hi],
-        own,
-        *_unread(rows, _chunks(split, n, rows.BT)),
-    )
+    do, start = do[:, lo:hi], _zeros(call, (1, HV, K, V))
+    rows = rows.like(notes=rows.notes.of(do, own), initial_state=start)
+    unread = _unread(rows, _chunks(split, n, rows.BT))
+    scan = bwd_state(rows, _rows_of(intra, split, n, rows.BT), do, own, *unread)
     assert scan.dh0 is not None
     return scan.dh0[0]
 
@@ -326,6 +325,13 @@ def _fold(gathered: Tensor, split: Split, slots: range, call: Call) -> Tensor:
     return S.to(_wide(call))
 
 
+def _plain(call: Call, split: Split) -> Call:
+    """The call; a dense one where a single sequence is all this rank has."""
+    if len(split.bounds) > 2:
+        return call
+    return call.like(notes=call.notes.of(), cu_seqlens=None, cu_seqlens_cpu=None)
+
+
 def _runs(split: Split) -> list[range]:
     """The local sequences in order, cut so that every piece's last sequence that goes on stands alone."""
     runs: list[range] = []
@@ -348,8 +354,8 @@ def _rows(call: Call, split: Split, sequences: range) -> Call:
         assert call.cu_seqlens_cpu is not None
         cu, cu_cpu = call.cu_seqlens[at] - lo, call.cu_seqlens_cpu[at] - lo
     q, k, v, g, beta = (x[:, lo:hi] for x in (call.q, call.k, call.v, call.g, call.beta))
-    return replace(
-        call,
+    return call.like(
+        notes=call.notes.of(q, k, v, g, beta, cu),
         q=q,
         k=k,
         v=v,
@@ -385,8 +391,9 @@ def _join(call: Call, split: Split, runs: list[range], done: dict[int, Intra]) -
         counts = [sum(_chunks(split, n, call.BT) for n in run) for run in runs]
         exact = [cast("Tensor", i.total)[:count] for i, count in zip(found, counts)]
         # a table of packed sequences has a row for every chunk that any packing of T tokens could have
-        spare = -(-T // call.BT) + len(split.bounds) - 1 - sum(counts)
-        total = torch.cat((*exact, exact[0].new_zeros(spare, *exact[0].shape[1:])))
+        spare = 0 if call.cu_seqlens is None else -(-T // call.BT) + len(split.bounds) - 1 - sum(counts)
+        exact += [exact[0].new_zeros(spare, *exact[0].shape[1:])] if spare else []
+        total = torch.cat(exact) if len(exact) > 1 else exact[0]
     return Intra(A, Aqk, q_rstd, k_rstd, total)
 
 
@@ -418,7 +425,8 @@ def _with_states(call: Call, split: Split, states: Tensor) -> Call:
     for piece, state in zip(split.pieces, states):
         if piece.pre:
             every[piece.first] = state
-    return replace(call, initial_state=_as_asked(every, call))
+    every = _as_asked(every, call)
+    return call.like(notes=call.notes.of(every), initial_state=every)
 
 
 def _without(states: Tensor, rows: list[int]) -> Tensor:

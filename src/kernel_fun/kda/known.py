@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kernel_fun._common import check, config
+from kernel_fun._common import check, config, context_parallel
 from kernel_fun._common.known import Known
 from kernel_fun.kda.call import TENSORS
 
@@ -21,11 +21,15 @@ _PARAMETERS = frozenset({"A_log", "dt_bias"})
 
 def signature(a: dict[str, Any]) -> Hashable | None:
     """The signature of a call's arguments, or None if it is to be bound anew: where ``cu_seqlens`` lies on
-    the host, under context parallel, and with keywords beyond A_log and dt_bias."""
-    kwargs, cu = a["kwargs"], a["cu_seqlens"]
-    if a["cp_context"] is not None or not kwargs.keys() <= _PARAMETERS:
+    the host, and with keywords beyond A_log and dt_bias.
+
+    Raises ContractError or ContractTypeError for a mistake in a context.
+    """
+    kwargs, cu, context = a["kwargs"], a["cu_seqlens"], a["cp_context"]
+    if not kwargs.keys() <= _PARAMETERS or (cu is not None and getattr(cu, "is_cpu", True)):
         return None
-    if cu is not None and getattr(cu, "is_cpu", True):
+    split = None if context is None else context_parallel.read(context)
+    if context is not None and split is None:
         return None
     return KNOWN.signature(
         (
@@ -38,6 +42,7 @@ def signature(a: dict[str, Any]) -> Hashable | None:
             a["disable_recompute"], a["return_intermediate_states"], a["state_v_first"], a["use_graph"],
             a["max_num_seqs"],
         ),
+        None if split is None else split.place,
     )  # fmt: skip
 
 
@@ -50,18 +55,22 @@ def recall(signature: Hashable | None, a: dict[str, Any]) -> tuple[Call, Plan] |
     if found is None:
         return None
     call, plan = found
-    if a["cu_seqlens_cpu"] is not None:
-        check.boundaries("cu_seqlens", a["cu_seqlens_cpu"].tolist(), a["q"].shape[1])
+    context, cu, cu_cpu, split = a["cp_context"], a["cu_seqlens"], a["cu_seqlens_cpu"], None
+    if context is not None:
+        split = context_parallel.read(context)
+        cu, cu_cpu = context_parallel.local_boundaries(context, a["q"].device)
+    elif cu_cpu is not None:
+        check.boundaries("cu_seqlens", cu_cpu.tolist(), a["q"].shape[1])
     kwargs = a["kwargs"] if call.gate != "log" else {}
     return call.like(
         notes=call.notes, q=a["q"], k=a["k"], v=a["v"], g=a["g"], beta=a["beta"], A_log=kwargs.get("A_log"),
-        dt_bias=kwargs.get("dt_bias"), initial_state=a["initial_state"], cu_seqlens=a["cu_seqlens"],
-        cu_seqlens_cpu=a["cu_seqlens_cpu"], memo={},
+        dt_bias=kwargs.get("dt_bias"), initial_state=a["initial_state"], cu_seqlens=cu, cu_seqlens_cpu=cu_cpu,
+        split=split, memo={},
     ), plan  # fmt: skip
 
 
 def keep(signature: Hashable | None, call: Call, plan: Plan) -> None:
     """Remember a signature, if the plan is our own."""
     if plan.backend != "fla" and not call.unknown:
-        none = dict.fromkeys((*TENSORS, "cu_seqlens", "cu_seqlens_cpu"))
+        none = dict.fromkeys((*TENSORS, "cu_seqlens", "cu_seqlens_cpu", "split"))
         KNOWN.keep(signature, (call.like(notes=call.notes, **none, verbatim={}, memo={}), plan))

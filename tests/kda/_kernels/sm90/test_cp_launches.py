@@ -77,3 +77,24 @@ def test_every_slot_reaches_the_kernels(which, form, launched):  # noqa: F811
     assert backward.count("bwd_state") == 1 + waits * sum(piece.pre > 0 for piece in split.pieces)
     assert x["q"].grad is not None
     assert x["q"].grad.shape == x["q"].shape
+
+
+def test_a_repeated_call_is_known_by_its_place(launched, monkeypatch):  # noqa: F811
+    """Same tensors, another place of the rank: bound anew, once."""
+    from kernel_fun.kda import ops
+
+    planned = []
+    real = ops._planned
+    monkeypatch.setattr(ops, "_planned", lambda *a: planned.append(a) or real(*a))
+    ops.known.KNOWN.forget()
+    launches = []
+    for which in ("begins", "ends", "begins", "ends"):
+        ctx = CONTEXTS[which]
+        x = inputs(cu=ctx.cu_seqlens.tolist())
+        del x["cu_seqlens"]
+        del launched[:]
+        chunk_kda(**x, use_qk_l2norm_in_kernel=True, cp_context=ctx)[0].sum().backward()
+        launches.append([name for name, _ in launched])
+    assert len(planned) == 2
+    assert launches[:2] == launches[2:]
+    assert launches[0] != launches[1]

@@ -41,20 +41,16 @@ def fwd_intra(call: Call) -> Intra:
 def fwd_state(call: Call, intra: Intra, *, keep: bool, output: bool = True) -> Scan:
     """See :class:`kernel_fun.kda.stages.FwdState`."""
     wants_ht = output and call.output_final_state
-    return _scan(call, intra, wants_ht=wants_ht, keep=keep, wants_o=output)
-
-
-def _scan(call: Call, intra: Intra, *, wants_ht: bool, keep: bool, wants_o: bool = True) -> Scan:
     q, k, v, g, beta, A_log, _, dt_bias = _operands(call)
     h0 = None if call.initial_state is None else call.initial_state.detach().contiguous()
     _check_addresses(call, intra, h0=h0)
     given = q, k, v, g, beta, *intra, h0, A_log, dt_bias, *_sequences(call)
-    wanted = "fwd_state", wants_o, wants_ht, keep
+    wanted = "fwd_state", output, wants_ht, keep
     plan = call.notes.get(wanted)
     if plan is None:
         plan = call.notes[wanted] = state_kernel.prepare(
             facts_of(*given), q.device, state_v_first=call.state_v_first, want_ht=wants_ht, want_h=keep, want_v_new=keep,
-            want_o=wants_o, **_forms(call),
+            want_o=output, **_forms(call),
         )  # fmt: skip
     return Scan(*state_kernel.launch(plan, *given))
 
