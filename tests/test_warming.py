@@ -151,9 +151,9 @@ def test_a_kernel_that_stays_cold_is_an_error(monkeypatch: pytest.MonkeyPatch) -
 
     run = exercise.run
 
-    def forgetful(problem: Problem, where: torch.device, sequences: Any) -> torch.Tensor:
+    def forgetful(problem: Problem, where: torch.device, sequences: Any, **how: Any) -> torch.Tensor:
         objects.note("kernel_fun.kda.forgetful", problem.T, "compiled", 1.5)
-        return run(problem, where, sequences)
+        return run(problem, where, sequences, **how)
 
     monkeypatch.setattr(exercise, "run", forgetful)
     with pytest.raises(RuntimeError, match="forgetful 4096 stayed cold"):
@@ -161,7 +161,7 @@ def test_a_kernel_that_stays_cold_is_an_error(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_value_that_is_not_finite_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exercise, "run", lambda *_: torch.tensor([1.0, torch.nan]))
+    monkeypatch.setattr(exercise, "run", lambda *_, **__: torch.tensor([1.0, torch.nan]))
     with pytest.raises(RuntimeError, match="chunk_kda gave a value that is not finite"):
         kernel_fun.warmup([TRAINING], device="cpu")
 
@@ -189,16 +189,26 @@ class TestBuild:
 
     def test_every_kernel_of_a_training_step(self, rehearsed: list[tuple[Any, Any]], tmp_path: Path) -> None:
         one = ["fwd_intra", "fwd_state", "fwd_state", "bwd_state", "bwd_grads"]
+        beside = ["fwd_intra", "fwd_state"]  # the forms of a long forward of few chains
         report = warming.build([self.GPU], "sm_90a", tmp_path, exactly=True)
-        assert self.kernels(rehearsed) == one
-        assert [entry.how for entry in report] == ["compiled"] * 5
+        assert self.kernels(rehearsed) == [*beside, *one]
+        assert [c.overlapped for _, c in rehearsed if hasattr(c, "overlapped")] == [
+            True,
+            True,
+            False,
+            False,
+            False,
+        ]
+        assert [entry.how for entry in report] == ["compiled"] * 7
         assert device.of(torch.device("cpu")).arch == "cpu"
         assert config.KDA_BACKEND.read() == "auto"
         rehearsed.clear()
         warming.build(
             [self.GPU], "sm_90a", tmp_path
         )  # the scans have a form for few chains, and one for many
-        assert sorted(self.kernels(rehearsed)) == sorted([*one, "fwd_state", "fwd_state", "bwd_state"])
+        assert sorted(self.kernels(rehearsed)) == sorted(
+            [*beside, *one, "fwd_state", "fwd_state", "bwd_state"]
+        )
 
     def test_grouped_heads_and_packings_need_more(
         self, rehearsed: list[tuple[Any, Any]], tmp_path: Path
@@ -208,22 +218,27 @@ class TestBuild:
         indices = {c.index for jit, c in rehearsed if hasattr(c, "index")}
         assert indices == {"int32", "int64"}
 
+    @pytest.mark.parametrize("keep", [False, True])
     @pytest.mark.parametrize("HV, V", [(4, 64), (4, 128), (96, 128), (16, 256)])
-    def test_sizes_ask_for_nothing_more(self, HV: int, V: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_sizes_ask_for_nothing_more(
+        self, HV: int, V: int, keep: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """What the exercises of a head shape ask for is all that any B and T ask for."""
         from kernel_fun._cute import objects
 
-        shape = replace(self.GPU, HV=HV, H=HV, V=V)
+        shape = replace(self.GPU, HV=HV, H=HV, V=V, keep=keep)
 
-        def asked(sequences: list[int]) -> set[tuple[str, str]]:
+        def asked(sequences: list[int], **how: Any) -> set[tuple[str, str]]:
             seen: dict[tuple[str, str], Any] = {}
             with config.KDA_BACKEND.set("sm90"), device.pretend("sm90"), objects.rehearsal(seen):
-                exercise.run(shape, torch.device("cpu"), sequences)
+                exercise.run(shape, torch.device("cpu"), sequences, **how)
             return set(seen)
 
-        ready = asked(exercise.batches(shape))
+        ready = asked(exercise.batches(shape), long=True)
         monkeypatch.setattr(exercise, "TOKENS", 9)
         assert asked([1, 2, 3, 5, 7, 11, 16, 24, 33, 47]) <= ready
+        monkeypatch.setattr(exercise, "TOKENS", exercise.LONG_TOKENS + 1)
+        assert asked([1, 2]) <= ready
 
     def test_what_no_kernel_serves_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(BackendUnavailable, match="K = 100, kernels are built for 64 and 128"):
@@ -246,7 +261,7 @@ class TestBuild:
         assert len(data["kernels"]) == len(rehearsed) > 8
         rehearsed.clear()
         assert cli.main([*arguments[:-1], "--exactly"]) == 0
-        assert len(rehearsed) == 5
+        assert len(rehearsed) == 7
         assert "to use them: KERNEL_FUN_KERNELS=" in capsys.readouterr().out
         assert cli.main(["compile", "--arch", "sm_80", "--out", str(tmp_path)]) == 2
 

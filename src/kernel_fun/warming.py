@@ -127,7 +127,8 @@ def build(
             objects.rehearsal(seen),
         ):
             own = problem.B if problem.N is None else problem.N
-            exercise.run(problem, torch.device("cpu"), [own] if exactly else exercise.batches(problem))
+            sequences = [own] if exactly else exercise.batches(problem)
+            exercise.run(problem, torch.device("cpu"), sequences, long=True)
     report: list[Warmed] = []
     for jit, kernel_config in seen.values():
         begin = time.perf_counter()
@@ -178,8 +179,9 @@ def _warm(problem: Any, device: torch.device) -> list[Warmed]:
 
         plan = dispatch.plan(problem, devices.of(device))
         _require_gpu("chunk_kda", plan, device)
-        sequences = exercise.batches(problem) if plan.backend == "sm90" else [1]
-        if not bool(torch.isfinite(exercise.run(problem, device, sequences)).all()):
+        ours = plan.backend == "sm90"
+        o = exercise.run(problem, device, exercise.batches(problem) if ours else [1], long=ours)
+        if not bool(torch.isfinite(o).all()):
             raise RuntimeError(f"kernel-fun warmup: chunk_kda gave a value that is not finite for {problem}")
         backend, name = plan.backend, "chunk_kda"
     if device.type == "cuda":

@@ -28,7 +28,7 @@ def forward(call: Call, plan: Plan) -> Forward:
     fwd_intra: FwdIntra = plan.load("fwd_intra")
     fwd_state: FwdState = plan.load("fwd_state")
     keep = call.return_intermediate_states or (call.disable_recompute and plan.problem.needs_grad)
-    intra = fwd_intra(call)
+    intra = fwd_intra(call, scan_next=True)
     _settle(call)
     scan = fwd_state(call, intra, keep=keep)
     _settle(call)

@@ -15,16 +15,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TOKENS = 2 * BT + 2
-"""Three chunks, the last partial. Kernels do not depend on T."""
+"""Three chunks, the last partial."""
+LONG_TOKENS = 32 * BT
+"""From here on the forward of few chains has forms of its own; T decides nothing else."""
 CHAINS = (66, 100, 132, 200, 264, 600)
 """Sequences times value heads, half to four times a GPU's SMs: state scans have forms for few and many."""
 
 
-def small(problem: Problem, sequences: int = 1) -> Problem:
-    """The problem with few tokens, and so many sequences."""
+def small(problem: Problem, sequences: int = 1, tokens: int | None = None) -> Problem:
+    """The problem with few tokens, TOKENS by default, and so many sequences."""
+    T = TOKENS if tokens is None else tokens
     if problem.N is None:
-        return replace(problem, B=sequences, T=TOKENS)
-    return replace(problem, B=1, T=TOKENS, N=max(2, sequences))
+        return replace(problem, B=sequences, T=T)
+    return replace(problem, B=1, T=T, N=max(2, sequences))
 
 
 def batches(problem: Problem) -> list[int]:
@@ -70,10 +73,17 @@ def arguments(problem: Problem, device: torch.device) -> dict[str, Any]:
     }
 
 
-def run(problem: Problem, device: torch.device, sequences: Iterable[int] = (1,)) -> Tensor:
+def run(
+    problem: Problem, device: torch.device, sequences: Iterable[int] = (1,), *, long: bool = False
+) -> Tensor:
     """The call with so many sequences, forward and where a gradient is needed backward, packed with bounds of
-    either dtype. Returns o of the first."""
+    either dtype; with ``long``, before it the forward of the fewest of them with many tokens. Returns o of
+    the first with few."""
     outputs: list[Tensor] = []
+    sequences = list(sequences)
+    if long and problem.N is None and min(sequences) * problem.HV <= CHAINS[0]:
+        made = arguments(small(problem, min(sequences), LONG_TOKENS), device)
+        _run(made, problem.needs_grad, backward=False)
     for n in sequences:
         made = arguments(small(problem, n), device)
         outputs.append(_run(made, problem.needs_grad))
@@ -82,9 +92,9 @@ def run(problem: Problem, device: torch.device, sequences: Iterable[int] = (1,))
     return outputs[0]
 
 
-def _run(made: dict[str, Any], grad: bool) -> Tensor:
+def _run(made: dict[str, Any], grad: bool, *, backward: bool = True) -> Tensor:
     with torch.inference_mode(False), torch.set_grad_enabled(grad):
         o, ht = chunk_kda(**made)
-        if grad:
+        if grad and backward:
             (o.float().sum() + (0.0 if ht is None else ht.sum())).backward()
     return o.detach()

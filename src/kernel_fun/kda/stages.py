@@ -39,7 +39,7 @@ class Scan(NamedTuple):
     """The forward recurrence over chunks."""
 
     o: Tensor | None
-    """``[B, T, HV, V]`` io; rows outside every sequence are 0. None from a rescan."""
+    """``[B, T, HV, V]`` io; rows outside every sequence are 0. None without ``output``."""
     ht: Tensor | None
     """State after the last token, ``[N, HV, K, V]`` fp32 (``[N, HV, V, K]`` if v-first)."""
     h: Tensor | None
@@ -76,13 +76,17 @@ class Grads(NamedTuple):
 
 
 class FwdIntra(Protocol):
-    def __call__(self, call: Call) -> Intra: ...
+    def __call__(self, call: Call, *, scan_next: bool = False) -> Intra:
+        """``scan_next``: ``fwd_state`` of the same call follows at once; a backend may run the two beside
+        each other."""
+        ...
 
 
 class FwdState(Protocol):
     def __call__(self, call: Call, intra: Intra, *, keep: bool, output: bool = True) -> Scan:
         """``keep``: return h and v_new as well; without ``return_intermediate_states`` a backend may
-        decline, and its backward rebuilds them. ``output`` False: a rescan, h and v_new and nothing else."""
+        decline, and its backward rebuilds them. ``output`` False: no o; with ``keep`` a rescan, h and v_new
+        and nothing else, without it a summary, the final state if the call wants one and nothing else."""
         ...
 
 

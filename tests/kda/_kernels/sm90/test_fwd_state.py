@@ -79,6 +79,7 @@ COMPILED = [
         state_v_first=True,
     ),
     config(**RESCAN),
+    config(want_o=False),
 ]  # fmt: skip
 
 
@@ -209,8 +210,20 @@ def test_a_rescan_reads_neither_q_nor_Aqk(monkeypatch: pytest.MonkeyPatch):
     assert v_new.shape == (1, 70, 2, 64)
     assert (found.want_o, found.want_h, found.want_v_new) == (False, True, True)
     assert args[0] is args[6] is args[15] is None
-    with pytest.raises(ValueError, match="one of `want_o`, `want_h` and `want_v_new`"):
+    with pytest.raises(ValueError, match="one of `want_o`, `want_ht`, `want_h` and `want_v_new`"):
         kernel.fwd_state(**tensors(), **{**flags, "want_h": False, "want_v_new": False})
+
+
+def test_a_summary_is_the_final_state_alone(monkeypatch: pytest.MonkeyPatch):
+    calls = []
+    monkeypatch.setattr(kernel, "_compile", lambda config: lambda *args: calls.append((config, args)))
+    o, ht, h, v_new = kernel.fwd_state(**tensors(T=70), **{**FLAGS, "want_o": False})
+    ((found, args),) = calls
+    assert o is h is v_new is None
+    assert ht is not None
+    assert ht.shape == (1, 2, 64, 64)
+    assert (found.want_o, found.want_ht, found.want_h, found.want_v_new) == (False, True, False, False)
+    assert args[0] is args[6] is None
 
 
 def test_an_address_tma_cannot_take_is_named(monkeypatch: pytest.MonkeyPatch):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kernel_fun.kda.call import Call
 
 
-def fwd_intra(call: Call) -> Intra:
+def fwd_intra(call: Call, *, scan_next: bool = False) -> Intra:
     """See :class:`kernel_fun.kda.stages.FwdIntra`."""
     lay, dtype = layout(call), compute_dtype(call)
     HV, BT = call.v.shape[2], lay.BT

@@ -73,7 +73,7 @@ def fwd_state(call: Call, intra: Intra, *, keep: bool, output: bool = True) -> S
 
 
 def scan(call: Call, intra: Intra, *, output: bool, keep: bool) -> Scan:
-    """The forward recurrence; without ``output`` only the states and v_new of a rescan."""
+    """The forward recurrence; without ``output`` only the states and v_new of a rescan, or the final state."""
     lay, dtype = layout(call), compute_dtype(call)
     HV, V = call.v.shape[2:]
     K = call.q.shape[3]
@@ -81,7 +81,7 @@ def scan(call: Call, intra: Intra, *, output: bool, keep: bool) -> Scan:
     o = lay.output(call.q, HV, V, call.q.dtype) if output else None
     h = new((lay.NT, HV, K, V), dtype=dtype) if keep else None
     v_new = lay.output(call.q, HV, V, dtype) if keep else None
-    wants_ht = output and call.output_final_state
+    wants_ht = call.output_final_state and (output or not keep)
     ht = new((lay.N, HV, K, V), dtype=dtype) if wants_ht else None
     for group in lay.groups(HV):
         S = initial_states(call, call.initial_state, group, dtype)

@@ -41,7 +41,7 @@ rstds [tokens, H]; total [NT, HV, 9 K]; tokens = B T. Value heads are innermost 
 # sizes: one CTA, one pass, read in order
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -55,8 +55,9 @@ from kernel_fun._cute.compat import SmemAllocator
 from kernel_fun._cute.compile import DTYPES, Program, jit, symbol, tensor
 from kernel_fun._cute.decay import GATES, LOG2E, NO_DECAY, Gate, exp2
 from kernel_fun._cute.pipe import thread_again
-from kernel_fun._cute.tile import SMEM_BYTES, Tile, tma_parts
+from kernel_fun._cute.tile import ALIGN_BYTES, SMEM_BYTES, Tile, tma_parts
 from kernel_fun._cute.warp import load2, load4, matrices, mma, pack, product, select, store2, store4, unpack
+from kernel_fun.kda._kernels.sm90 import overlap
 from kernel_fun.kda._kernels.sm90.chunk_inputs import facts_of
 from kernel_fun.kda._kernels.sm90.rows import Rows, flat, flattened, packed_rows, tma_rows
 from kernel_fun.kda._kernels.sm90.scan_config import DECAYS
@@ -131,6 +132,8 @@ class Config:
     has_A_log: bool
     has_dt_bias: bool
     packed: bool
+    overlapped: bool = False
+    """The scan runs beside it, see :mod:`overlap`: a CTA has an SM to itself and as many teams as it holds."""
 
     def __post_init__(self) -> None:
         floats = ("bfloat16", "float16", "float32")
@@ -169,15 +172,26 @@ class Config:
     def tile_bytes(self) -> int:
         return 4 * (self.g_words + self.k_words * (2 if self.g == "float32" else 1))
 
-    def resources(self) -> Resources:
+    @property
+    def team_bytes(self) -> int:
+        """Shared memory of the threads that work on one item."""
         smem = (
             1024 + self.tile_bytes() + trisolve.TILE_BYTES + BT * BT * 2
         )  # the first: barrier, places, alignment
         smem += 4 * (4 * BT + (WARPS + 1) * self.K + self.between_words)
-        ctas = min(CTAS, SM_SMEM_BYTES // (smem + CTA_RESERVED_BYTES))
+        return -(-smem // ALIGN_BYTES) * ALIGN_BYTES if self.overlapped else smem
+
+    @property
+    def teams(self) -> int:
+        """Items a CTA works on at a time."""
+        return CTAS if self.overlapped else 1
+
+    def resources(self) -> Resources:
+        smem, threads = self.team_bytes * self.teams, THREADS * self.teams
+        ctas = min(CTAS // self.teams, SM_SMEM_BYTES // (smem + CTA_RESERVED_BYTES))
         if smem > SMEM_BYTES:
             raise ValueError(f"shared memory of {self} is {smem} bytes, more than {SMEM_BYTES}")
-        return Resources(smem, THREADS, min(255, SM_REGISTERS // (THREADS * ctas) // 8 * 8), ctas)
+        return Resources(smem, threads, min(255, SM_REGISTERS // (threads * ctas) // 8 * 8), ctas)
 
 
 class KdaFwdIntraSm90:
@@ -204,6 +218,7 @@ class KdaFwdIntraSm90:
         mQ_rstd: cute.Tensor | None,
         mK_rstd: cute.Tensor | None,
         mTotal: cute.Tensor,
+        mReady: cute.Tensor | None,
         T: Int32,
         scale: Float32,
         lower_bound: Float32,
@@ -230,15 +245,19 @@ class KdaFwdIntraSm90:
         if cutlass.const_expr(self.c.l2norm):
             mQ_rstd, mK_rstd = without_batch(mQ_rstd), without_batch(mK_rstd)
         H, HV, NT = mQ.shape[1], mTotal.shape[1], mTotal.shape[0]
+        c, row_chunks = self.c, (T + (BT - 1)) // BT
+        teams, turns = c.teams, row_chunks
+        if cutlass.const_expr(c.overlapped):  # the first chunks of all sequences, then the second ones
+            turns = cutlass.max(NT // cutlass.max(row_chunks, 1), 1)
         self.kda_fwd_intra_sm90(
             *self.x_tile.loader(heads_last(mQ)),
             *self.x_tile.loader(heads_last(mK)),
             *self.g_tile.loader(heads_last(mG)),
-            mBeta, mA_log, mDt_bias, mTable, mA, mAqk, mQ_rstd, mK_rstd, mTotal, T, scale, lower_bound,
-            *(cute.fast_divmod_create_divisor_v2(n) for n in (HV, HV // H, (T + (BT - 1)) // BT)),
+            mBeta, mA_log, mDt_bias, mTable, mA, mAqk, mQ_rstd, mK_rstd, mTotal, mReady, T, scale, lower_bound,
+            *(cute.fast_divmod_create_divisor_v2(n) for n in (HV, HV // H, turns)),
         ).launch(
             grid=(cutlass.min(NT * HV, resident), 1, 1),
-            block=(THREADS, 1, 1),
+            block=(THREADS * teams, 1, 1),
             stream=stream,
             min_blocks_per_mp=self.c.resources().ctas_per_sm,
             preferred_smem_carveout=100,
@@ -262,38 +281,44 @@ class KdaFwdIntraSm90:
         mQ_rstd: cute.Tensor | None,
         mK_rstd: cute.Tensor | None,
         mTotal: cute.Tensor,
+        mReady: cute.Tensor | None,
         T: Int32,
         scale: Float32,
         lower_bound: Float32,
         by_HV: cute.FastDivmodDivisorV2,
         by_G: cute.FastDivmodDivisorV2,
-        by_NT: cute.FastDivmodDivisorV2,
+        by_turn: cute.FastDivmodDivisorV2,
     ):
-        st = SmemAllocator().allocate(self.Storage)
+        c = self.c
+        if cutlass.const_expr(c.overlapped):
+            cute.arch.griddepcontrol_launch_dependents()
         tid = cute.arch.thread_idx()[0]
+        st = self.own(tid)
         self.lanes(st, tid)
         full = st.full.data_ptr()
-        if tid == 0:
+        if self.within(tid) == 0:
             cute.arch.mbarrier_init(full, 1)
             place = self.place
             place[2 * PLACE_WORDS] = Int32(0)
             cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
-        self.divisors = by_HV, by_G, by_NT
+        self.meet()
+        self.divisors = by_HV, by_G, by_turn
         self.inputs = (
             (tma_q, mQ, self.x_tile, st.q),
             (tma_k, mK, self.x_tile, st.k),
             (tma_g, mG, self.g_tile, st.g),
         )
         items, step = mTotal.shape[0] * mTotal.shape[1], cute.arch.grid_dim()[0]
+        if cutlass.const_expr(c.overlapped):
+            step = c.teams * step
         now = cute.make_rmem_tensor(1, Int32)
         now[0] = Int32(0)
         if self.warp == SOLVERS:
-            self.fetch(cute.arch.block_idx()[0], items, T, Int32(0), mTable, full)
-        cute.arch.sync_threads()
+            self.fetch(self.first_item(tid), items, T, Int32(0), mTable, full)
+        self.meet()
         self.keep(self.ask(Int32(0), mBeta, mA_log, mDt_bias))
-        cute.arch.sync_threads()
-        for item in cutlass.range(cute.arch.block_idx()[0], items, step, unroll=1):
+        self.meet()
+        for item in cutlass.range(self.first_item(tid), items, step, unroll=1):
             self.lanes(
                 st, thread_again()
             )  # what follows from the lane is made anew: no register holds it all along
@@ -312,7 +337,7 @@ class KdaFwdIntraSm90:
                             first, h = self.place[here + Place.FIRST], self.place[here + Place.H]
                             mQ_rstd[first + row, h] = rstd[0]
                             mK_rstd[first + row, h] = rstd[1]
-                cute.arch.sync_threads()
+                self.meet()
                 self.lanes(st, thread_again())
                 self.put_block(acc)
                 if self.warp < SOLVERS:
@@ -320,13 +345,13 @@ class KdaFwdIntraSm90:
                 else:
                     chunk, hv = self.place[here + Place.CHUNK], self.place[here + Place.HV]
                     self.decays_between(mTotal[chunk, hv, None])
-                cute.arch.sync_threads()
+                self.meet()
                 if self.warp < 6:
                     self.blocks()
                 else:
                     trisolve.invert_blocks(self.L, self.warp - 6, self.lane)
                 cute.arch.fence_view_async_shared()  # the tiles go back to TMA
-            cute.arch.sync_threads()
+            self.meet()
             self.lanes(st, thread_again())
             now[0] = here ^ PLACE_WORDS
             if self.warp == SOLVERS:
@@ -336,23 +361,59 @@ class KdaFwdIntraSm90:
                     trisolve.merge_16(self.L, self.warp, self.lane)
                 else:
                     self.store_Aqk(mAqk, here, valid)
-            cute.arch.sync_threads()
+            self.meet()
             asked = self.ask(now[0], mBeta, mA_log, mDt_bias)
             if valid > 0:
                 trisolve.multiply_32(self.L, self.warp, self.lane)
-                cute.arch.sync_threads()
+                self.meet()
                 trisolve.merge_32(self.L, self.warp, self.lane)
             self.keep(asked)
-            cute.arch.sync_threads()
+            self.meet()
             if valid > 0:
                 self.store_A(mA, here, valid)
+                if cutlass.const_expr(c.overlapped):
+                    self.meet()
+                    if self.warp == WARPS - 1:
+                        with cute.arch.elect_one():
+                            overlap.publish(
+                                mReady, self.place[here + Place.H], self.place[here + Place.CHUNK]
+                            )
+
+    def team(self, tid: Int32) -> Any:
+        """Which team of its CTA a thread belongs to."""
+        return cute.arch.make_warp_uniform(tid // THREADS) if self.c.overlapped else 0
+
+    def first_item(self, tid: Int32) -> Any:
+        block = cute.arch.block_idx()[0]
+        return self.c.teams * block + self.team(tid) if self.c.overlapped else block
+
+    def within(self, tid: Int32) -> Int32:
+        """A thread's index in its team."""
+        return tid % THREADS if self.c.overlapped else tid
+
+    def own(self, tid: Int32) -> Any:
+        """The shared memory of a thread's team."""
+        if not self.c.overlapped:
+            return SmemAllocator().allocate(self.Storage)
+        size = self.c.team_bytes
+        assert self.Storage.size_in_bytes() <= size
+        memory = SmemAllocator().allocate(size * self.c.teams, ALIGN_BYTES)
+        return self.Storage(memory + cute.assume(self.team(tid) * size, divby=ALIGN_BYTES))
+
+    def meet(self) -> None:
+        """Barrier of a team."""
+        if self.c.overlapped:
+            team = self.team(cute.arch.thread_idx()[0])
+            cute.arch.barrier(barrier_id=1 + team, number_of_threads=THREADS)
+        else:
+            cute.arch.sync_threads()
 
     @cute.jit
     def fetch(
         self, item: Int32, items: Int32, T: Int32, here: Int32, mTable: cute.Tensor | None, full: cute.Pointer
     ):
         """Where an item is, to ``here``, and its tiles by TMA. No valid token past the last item."""
-        by_HV, by_G, by_NT = self.divisors
+        by_HV, by_G, by_turn = self.divisors
         place = self.place
         if self.warp == SOLVERS:
             valid, phase = Int32(0), place[2 * PLACE_WORDS]
@@ -363,7 +424,11 @@ class KdaFwdIntraSm90:
                 if cutlass.const_expr(self.c.packed):
                     first, valid = row_of_table(mTable.iterator.toint() + Int64(chunk) * TABLE_ROW_BYTES)
                 else:
-                    b, c = divmod(chunk, by_NT)
+                    if cutlass.const_expr(self.c.overlapped):
+                        c, b = divmod(chunk, by_turn)
+                        chunk = b * ((T + (BT - 1)) // BT) + c
+                    else:
+                        b, c = divmod(chunk, by_turn)
                     first, valid = b * T + c * BT, cutlass.min(T - c * BT, BT)
                 known = (chunk, hv, first, h, in_group, phase)
                 names = (Place.CHUNK, Place.HV, Place.FIRST, Place.H, Place.IN_GROUP, Place.PHASE)
@@ -441,6 +506,7 @@ class KdaFwdIntraSm90:
     def lanes(self, st: Any, tid: Int32) -> None:
         """Views of shared memory and a thread's position."""
         c = self.c
+        tid = self.within(tid)
         self.warp, self.lane = cute.arch.make_warp_uniform(tid >> 5), tid & 31
         self.r, self.t = self.lane >> 2, self.lane & 3
         # q, k and g are neighbours: one base and constant offsets reach all three
@@ -910,6 +976,7 @@ def _compile(config: Config) -> Program:
             rstd,
             rstd,
             tensor("float32", NT, HV, DECAYS * K),
+            tensor("int32", H, NT, align=4) if config.overlapped else None,
             Int32(1),
             Float32(1.0),
             Float32(0.0),
@@ -929,6 +996,8 @@ class Plan:
     """[B, T, HV, BT], of A and Aqk."""
     norms: tuple[int, ...]
     totals: tuple[int, ...]
+    ready: tuple[int, int]
+    """[H, NT], of the counts by which the scan follows."""
     scalars: tuple[int, float, float, int]
     """T, scale, lower bound and CTAs, the last arguments of the kernel."""
     runs: bool
@@ -937,9 +1006,12 @@ class Plan:
 @lru_cache(maxsize=512)
 def prepare(
     facts: tuple[Facts | None, ...], at: device, *, scale: float, gate: str, lower_bound: float | None,
-    beta_mode: str, l2norm: bool,
+    beta_mode: str, l2norm: bool, beside: int = 0,
 ) -> Plan:  # fmt: skip
-    """Everything about a launch but addresses. ValueError or TypeError names the argument that does not fit."""
+    """Everything about a launch but addresses. ValueError or TypeError names the argument that does not fit.
+
+    ``beside``: SMs left to the scan of the same dense tensors, see :mod:`overlap`.
+    """
     import torch
 
     q, k, g, beta, A_log, dt_bias, table = facts
@@ -969,13 +1041,20 @@ def prepare(
         A_log is not None, dt_bias is not None, table is not None,
     )  # fmt: skip
     NT = B * -(-T // BT) if table is None else table[0][0]
+    rows = tma_rows(q), tma_rows(k), tma_rows(g), packed_rows(beta)
+    # a copy of an operand would be given back while the kernel reads it, before the scan has its results' memory
+    if beside and all(x.strides is not None for x in rows):
+        config = replace(config, overlapped=True)
+    else:
+        beside = 0
     return Plan(
         config,
-        rows=(tma_rows(q), tma_rows(k), tma_rows(g), packed_rows(beta)),
+        rows,
         square=(B, T, HV, BT),
         norms=(B, T, H),
         totals=(NT, HV, DECAYS * K),
-        scalars=(T, scale, lower_bound or 0.0, config.resources().ctas_per_sm * of(at).sms),
+        ready=(H, NT),
+        scalars=(T, scale, lower_bound or 0.0, config.resources().ctas_per_sm * (of(at).sms - beside)),
         runs=NT * HV * B * T > 0,
     )
 
@@ -989,8 +1068,12 @@ def launch(
     A_log: Tensor | None,
     dt_bias: Tensor | None,
     table: Tensor | None,
+    ready: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
-    """See :func:`fwd_intra`; on tensors whose facts are those that the plan was prepared from."""
+    """See :func:`fwd_intra`; on tensors whose facts are those that the plan was prepared from.
+
+    ``ready``: int32 zeros, :attr:`Plan.ready`, where the scan follows.
+    """
     import torch
 
     A = q.new_empty(plan.square)
@@ -1015,6 +1098,7 @@ def launch(
             None if q_rstd is None else flat(q_rstd),
             None if k_rstd is None else flat(k_rstd),
             total,
+            ready,
             *plan.scalars,
         )
     return A, Aqk, q_rstd, k_rstd, total

@@ -51,6 +51,7 @@ from kernel_fun._cute.tile import (
     tokens_first,
     vector,
 )
+from kernel_fun.kda._kernels.sm90 import overlap
 from kernel_fun.kda._kernels.sm90.chunk_inputs import (
     ChunkTensors,
     check,
@@ -77,10 +78,12 @@ class Config(ScanConfig):
     want_ht: bool = False
     want_h: bool = False
     want_v_new: bool = False
+    overlapped: bool = False
+    """It runs beside fwd_intra, see :mod:`overlap`."""
 
     def __post_init__(self) -> None:
-        if not (self.want_o or self.want_h or self.want_v_new):
-            raise ValueError("one of `want_o`, `want_h` and `want_v_new` must be True, got none")
+        if not (self.want_o or self.want_ht or self.want_h or self.want_v_new):
+            raise ValueError("one of `want_o`, `want_ht`, `want_h` and `want_v_new` must be True, got none")
         super().__post_init__()
 
     @property
@@ -117,7 +120,7 @@ class KdaFwdStateSm90:
     def __init__(self, config: Config) -> None:
         self.config = c = config
         raw, row = c.raw_stages, c.row_stages
-        self.builder = b = Builder(c, reverse=False)
+        self.builder = b = Builder(c, reverse=False, follows=c.overlapped)
         self.io = io = b.io
         self.R = Tile(io, c.K, BT, raw, rows_contiguous=True)
         self.A = Tile(io, BT, BT, row)
@@ -150,7 +153,7 @@ class KdaFwdStateSm90:
     @cute.jit
     def __call__(
         self, mQ, mK: cute.Tensor, mV: cute.Tensor, mG: cute.Tensor, mBeta: cute.Tensor, mA: cute.Tensor, mAqk, mQr,
-        mKr, mTotal: cute.Tensor, mH0, mALog, mBias, mCu, mFirst, mO, mHt, mH, mVn, scale: Float32,
+        mKr, mTotal: cute.Tensor, mH0, mALog, mBias, mCu, mFirst, mReady, mO, mHt, mH, mVn, scale: Float32,
         lower_bound: Float32, stream,
     ):  # fmt: skip
         c = self.config
@@ -178,6 +181,7 @@ class KdaFwdStateSm90:
             vk(mHt) if const_expr(c.want_ht) else None,
             (mALog, mBias),
             (mCu, mFirst),
+            mReady,
             (scale, lower_bound),
             (T, NV, HV, HV // mK.shape[2]),
         ).launch(
@@ -185,12 +189,13 @@ class KdaFwdStateSm90:
             block=(c.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
+            use_pdl=c.overlapped,
         )
 
     @cute.kernel
     def kda_fwd_state_sm90(
         self, raws, tmaV, tmaA, tmaAqk, outO, outVn, outH, mBeta: cute.Tensor, mRstds, mTotal, mH0, mHt, parameters,
-        tables, scalars, sizes,
+        tables, mReady, scalars, sizes,
     ):  # fmt: skip
         c = self.config
         mCu, mFirst = tables
@@ -198,6 +203,8 @@ class KdaFwdStateSm90:
         scale, lower_bound = scalars
         st = SmemAllocator().allocate(self.Storage)
         rings = self.builder.raw.bind(st.raw), self.builder.built.bind(st.built), self.row.bind(st.row)
+        if const_expr(c.overlapped):
+            overlap.begin()
         pipe.start()
 
         x = cute.arch.block_idx()[0]
@@ -246,8 +253,14 @@ class KdaFwdStateSm90:
                 gH = cute.domain_offset((0, 0, chain.first), outH[1][None, None, hv, None])
                 gH = cute.local_tile(gH, (ROWS, c.K), (tile, 0, None))
                 h = outH[0], gH, self.H.view(st.h)[None, None, half], None
+            counts = None
+            if const_expr(c.overlapped):
+                counts = cute.make_tensor(
+                    cute.domain_offset((hv // G, chain.first), mReady).iterator, cute.make_layout(chain.NT)
+                )
+            loads = self.builder.loads(chain, raws, st, hv, G), more, gTotal, sTotal, gAround, (counts, G)
             self.hold(
-                st, rings, (self.builder.loads(chain, raws, st, hv, G), more, gTotal, sTotal, gAround), (o, v_new, h),
+                st, rings, loads, (o, v_new, h),
                 state(mH0) if const_expr(c.has_h0) else None, state(mHt) if const_expr(c.want_ht) else None,
                 half, chain.length, chain.NT,
             )  # fmt: skip
@@ -290,9 +303,11 @@ class KdaFwdStateSm90:
         total = cute.make_rmem_tensor((2, c.K // 8), Float32)
 
         load_raw, load_row = raw.write_cursor(), row.write_cursor()
+        seen = cute.make_rmem_tensor(1, Int32)
+        seen.fill(0)
         if loader:
             for n in cutlass.range(cutlass.min(NT, c.raw_stages - 1), unroll=1):
-                self.load_raw(raw, load_raw, loads, n)
+                self.load_raw(raw, load_raw, loads, n, seen)
                 load_raw.advance()
                 if n < c.row_stages - 1:
                     self.load_row(row, load_row, loads, n)
@@ -306,7 +321,7 @@ class KdaFwdStateSm90:
             # a chunk goes into the slots that the chunk before this one has left
             if loader:
                 if n + c.raw_stages - 1 < NT:
-                    self.load_raw(raw, load_raw, loads, n + c.raw_stages - 1)
+                    self.load_raw(raw, load_raw, loads, n + c.raw_stages - 1, seen)
                     load_raw.advance()
                 if n + c.row_stages - 1 < NT:
                     self.load_row(row, load_row, loads, n + c.row_stages - 1)
@@ -365,10 +380,16 @@ class KdaFwdStateSm90:
         if const_expr(c.want_ht):
             cute.autovec_copy(acc_S, thr_s.partition_C(gHt))
         cute.arch.cp_async_bulk_wait_group(0)
+        if const_expr(c.overlapped):
+            overlap.end()
 
     @cute.jit
-    def load_raw(self, raw, at, loads, n: Int32):
-        """q, k, g of chunk n, once the slot is free."""
+    def load_raw(self, raw, at, loads, n: Int32, seen: cute.Tensor):
+        """q, k, g of chunk n, once the slot is free. They also say that fwd_intra has written chunk n + 1: BUILD asks
+        for what it needs of that once it has these."""
+        if const_expr(self.config.overlapped):
+            counts, G = loads[5]
+            overlap.follow(counts, seen, cutlass.min(n + 2, cute.size(counts)), G)
         raw.wait_empty(at)
         barrier = raw.expect(at)
         for tma, tXsX, tXgX in loads[0]:
@@ -378,7 +399,7 @@ class KdaFwdStateSm90:
     @cute.jit
     def load_row(self, row, at, loads, n: Int32):
         """v, A, Aqk and total of chunk n, once the slot is free."""
-        _, rows, gTotal, sTotal, _ = loads
+        _, rows, gTotal, sTotal, *_ = loads
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32, num_bits_per_copy=32 * self.config.K)
         row.wait_empty(at)
         barrier = row.expect(at)
@@ -457,6 +478,7 @@ def _compile(config: Config) -> Program:
             total,
             opt(c.has_h0, "float32", *states),
             *x.parameters(),
+            x.tensor("int32", "H", "NT", align=4) if c.overlapped else None,
             opt(c.want_o, *values),
             opt(c.want_ht, "float32", *states),
             opt(c.want_h, c.io, "NT", "HV", c.K, V),
@@ -486,9 +508,12 @@ NAMES = ("q", "k", "v", "g", "A", "Aqk", "total", "h0")
 @lru_cache(maxsize=512)
 def prepare(
     facts: tuple[Any, ...], at: device, *, scale: float, gate: str, lower_bound: float | None, beta_mode: str, l2norm: bool,
-    state_v_first: bool, want_ht: bool, want_h: bool, want_v_new: bool, want_o: bool,
+    state_v_first: bool, want_ht: bool, want_h: bool, want_v_new: bool, want_o: bool, overlapped: bool = False,
 ) -> Plan:  # fmt: skip
-    """Everything about a launch but addresses. ValueError or TypeError names the argument that does not fit."""
+    """Everything about a launch but addresses. ValueError or TypeError names the argument that does not fit.
+
+    ``overlapped``: beside fwd_intra, of dense sequences; see :mod:`overlap`.
+    """
     import torch
 
     q, k, v, g, beta, A, Aqk, q_rstd, k_rstd, total, h0, A_log, dt_bias, cu_seqlens, first_chunks = facts
@@ -512,6 +537,7 @@ def prepare(
         want_ht=want_ht,
         want_h=want_h,
         want_v_new=want_v_new,
+        overlapped=overlapped,
     )
     scalars = scale, lower_bound or 0.0
     return Plan(config, states, (NT, HV, K, V), scalars, B * T * HV * V * N > 0)
@@ -539,9 +565,10 @@ def launch(
     dt_bias: Tensor | None,
     cu_seqlens: Tensor | None,
     first_chunks: Tensor | None,
+    ready: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """See :func:`fwd_state`; on tensors whose facts are those that the plan was prepared from, and whose
-    addresses TMA can take."""
+    addresses TMA can take. ``ready``: of fwd_intra, launched just before, where it is overlapped."""
     import torch
 
     config, output = plan.config, uninitialised if cu_seqlens is None else zeros
@@ -554,7 +581,7 @@ def launch(
             q_rstd = k_rstd = None
         _compile(config)(
             q if config.want_o else None, k, v, g, beta, A, Aqk if config.want_o else None, q_rstd, k_rstd, total, h0,
-            A_log, dt_bias, cu_seqlens, first_chunks, o, ht, h, v_new, *plan.scalars,
+            A_log, dt_bias, cu_seqlens, first_chunks, ready, o, ht, h, v_new, *plan.scalars,
         )  # fmt: skip
     elif ht is not None:
         ht.copy_(h0) if h0 is not None else ht.zero_()
@@ -599,7 +626,7 @@ def fwd_state(
 
     Returns o ``[B, T, HV, V]`` io, zero outside every sequence; ht fp32 in the layout of h0; h
     ``[NT, HV, K, V]`` io, the state at the start of each chunk (rows past the last chunk of a packing are not
-    written); v_new ``[B, T, HV, V]`` io. Those not wanted are None; one of o, h, v_new must be. ValueError or
+    written); v_new ``[B, T, HV, V]`` io. Those not wanted are None; one must be wanted. ValueError or
     TypeError names the argument that does not fit.
     """
     if gate == "log":

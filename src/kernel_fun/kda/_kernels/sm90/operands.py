@@ -106,11 +106,12 @@ class BlockDecay:
 
 
 class Builder:
-    """BUILD. ``reverse``: from the last chunk of a chain to the first."""
+    """BUILD. ``reverse``: from the last chunk of a chain to the first. ``follows``: behind fwd_intra, of which the
+    chunk after the one in the slots is written, see :mod:`overlap`."""
 
-    def __init__(self, config: ScanConfig, *, reverse: bool) -> None:
+    def __init__(self, config: ScanConfig, *, reverse: bool, follows: bool = False) -> None:
         self.config = c = config
-        self.reverse = reverse
+        self.reverse, self.follows = reverse, follows
         self.io, self.g, self.beta = (getattr(cutlass, DTYPES[name]) for name in (c.io, c.g, c.beta))
         self.Q = Tile(self.io, BT, c.K, c.raw_stages)
         self.G = Tile(self.g, BT, c.K, c.raw_stages)
@@ -184,6 +185,8 @@ class Builder:
         around = cute.make_rmem_tensor((2, 2), Float32)
         around.fill(1.0)
         if NT > 0:
+            if const_expr(self.follows):
+                raw.wait_full(at_raw)
             rstd, beta = self.row_scalars(scalars, place, self.at(0, NT) * BT, length)
             for side in cutlass.range_constexpr(2):
                 self.ask_around(table, around, place, self.at(0, NT), side)

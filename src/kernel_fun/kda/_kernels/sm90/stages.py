@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kernel_fun._common import device as devices
 from kernel_fun._cute.packing import chunk_tables
 from kernel_fun.kda._kernels.sm90 import bwd_grads as grads_kernel
 from kernel_fun.kda._kernels.sm90 import bwd_state as reverse_kernel
 from kernel_fun.kda._kernels.sm90 import fwd_intra as intra_kernel
 from kernel_fun.kda._kernels.sm90 import fwd_state as state_kernel
+from kernel_fun.kda._kernels.sm90 import overlap
 from kernel_fun.kda._kernels.sm90.chunk_inputs import check_addresses, facts_of
 from kernel_fun.kda._kernels.sm90.rows import TMA_BYTES
 from kernel_fun.kda.stages import Grads, Intra, ReverseScan, Scan
@@ -27,32 +29,58 @@ if TYPE_CHECKING:
     from kernel_fun.kda.call import Call
 
 
-def fwd_intra(call: Call) -> Intra:
+def fwd_intra(call: Call, *, scan_next: bool = False) -> Intra:
     """See :class:`kernel_fun.kda.stages.FwdIntra`."""
     q, k, _, g, beta, A_log, dt_bias, _ = _operands(call)
     given = q, k, g, beta, A_log, dt_bias, _chunks(call)
-    plan = call.notes.get("fwd_intra")
+    kind = "fwd_intra", scan_next
+    plan = call.notes.get(kind)
     if plan is None:
-        plan = call.notes["fwd_intra"] = intra_kernel.prepare(facts_of(*given), q.device, **_forms(call))
-    intra = call.scratch["intra"] = Intra(*intra_kernel.launch(plan, *given))
+        beside = _scan_ctas(call) if scan_next else 0
+        plan = call.notes[kind] = intra_kernel.prepare(
+            facts_of(*given), q.device, beside=beside, **_forms(call)
+        )
+    ready = None
+    if plan.config.overlapped:
+        if _fills_memory():
+            return fwd_intra(call)
+        ready = call.scratch["ready"] = q.new_zeros(plan.ready, dtype=torch.int32)
+    intra = call.scratch["intra"] = Intra(*intra_kernel.launch(plan, *given, ready))
     return intra
+
+
+def _fills_memory() -> bool:
+    """Whether memory for results is filled when it is allocated: a launch where there must be none."""
+    return (
+        torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory
+    )
+
+
+def _scan_ctas(call: Call) -> int:
+    """CTAs of a scan that may run beside fwd_intra, so that nothing is launched between the two; 0 if not."""
+    h0 = call.initial_state
+    if call.cu_seqlens is not None or (h0 is not None and not h0.is_contiguous()):
+        return 0
+    B, T, HV, V = call.v.shape
+    return overlap.scan_ctas(B * HV, V, T, devices.of(call.v.device).sms)
 
 
 def fwd_state(call: Call, intra: Intra, *, keep: bool, output: bool = True) -> Scan:
     """See :class:`kernel_fun.kda.stages.FwdState`."""
-    wants_ht = output and call.output_final_state
+    wants_ht = call.output_final_state and (output or not keep)
+    ready = call.scratch.pop("ready", None)
     q, k, v, g, beta, A_log, _, dt_bias = _operands(call)
     h0 = None if call.initial_state is None else call.initial_state.detach().contiguous()
     _check_addresses(call, intra, h0=h0)
     given = q, k, v, g, beta, *intra, h0, A_log, dt_bias, *_sequences(call)
-    wanted = "fwd_state", output, wants_ht, keep
+    wanted = "fwd_state", output, wants_ht, keep, ready is not None
     plan = call.notes.get(wanted)
     if plan is None:
         plan = call.notes[wanted] = state_kernel.prepare(
             facts_of(*given), q.device, state_v_first=call.state_v_first, want_ht=wants_ht, want_h=keep, want_v_new=keep,
-            want_o=output, **_forms(call),
+            want_o=output, overlapped=ready is not None, **_forms(call),
         )  # fmt: skip
-    return Scan(*state_kernel.launch(plan, *given))
+    return Scan(*state_kernel.launch(plan, *given, ready))
 
 
 def bwd_state(
