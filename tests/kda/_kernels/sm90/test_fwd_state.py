@@ -388,7 +388,9 @@ def test_dtypes_and_sizes(io: torch.dtype, wide: bool, K: int, V: int):
     check(case("slow", 130, io=io, wide=wide, K=K, V=V), want_h=True, want_v_new=True)
 
 
-@pytest.mark.parametrize("changes", [RESCAN, dict(has_h0=False), dict(v_first=True)], ids=str)
+@pytest.mark.parametrize(
+    "changes", [RESCAN, dict(want_o=False), dict(has_h0=False), dict(v_first=True)], ids=str
+)
 @on_hopper
 def test_forms(changes: dict[str, bool]):
     check(case("slow", 200), **changes)
