@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 TOKENS = 2 * BT + 2
 """Three chunks, the last partial."""
 LONG_TOKENS = 32 * BT
-"""From here on the forward of few chains has forms of its own; T decides nothing else."""
+"""From here on,"""
+LONG_WORK = 1 << 15
+"""and from so many tokens of all value heads together, the forward of few chains has forms of its own; T
+decides nothing else."""
+FEW_CHAINS = 4
+"""As few as have them, where the fewest do not."""
 CHAINS = (66, 100, 132, 200, 264, 600)
 """Sequences times value heads, half to four times a GPU's SMs: state scans have forms for few and many."""
 
@@ -81,8 +86,10 @@ def run(
     the first with few."""
     outputs: list[Tensor] = []
     sequences = list(sequences)
-    if long and problem.N is None and min(sequences) * problem.HV <= CHAINS[0]:
-        made = arguments(small(problem, min(sequences), LONG_TOKENS), device)
+    fewest = max(min(sequences), -(-FEW_CHAINS // problem.HV)) if long else 0
+    if long and problem.N is None and fewest * problem.HV <= CHAINS[0]:
+        tokens = max(LONG_TOKENS, -(-LONG_WORK // (fewest * problem.HV)))
+        made = arguments(small(problem, fewest, tokens), device)
         _run(made, problem.needs_grad, backward=False)
     for n in sequences:
         made = arguments(small(problem, n), device)

@@ -73,7 +73,7 @@ def fwd_state(call: Call, intra: Intra, *, keep: bool, output: bool = True) -> S
 
 
 def scan(call: Call, intra: Intra, *, output: bool, keep: bool) -> Scan:
-    """The forward recurrence; without ``output`` only the states and v_new of a rescan, or the final state."""
+    """The forward recurrence; without ``output`` the states and v_new of a rescan, or the final state."""
     lay, dtype = layout(call), compute_dtype(call)
     HV, V = call.v.shape[2:]
     K = call.q.shape[3]

@@ -247,7 +247,7 @@ class KdaFwdIntraSm90:
         H, HV, NT = mQ.shape[1], mTotal.shape[1], mTotal.shape[0]
         c, row_chunks = self.c, (T + (BT - 1)) // BT
         teams, turns = c.teams, row_chunks
-        if cutlass.const_expr(c.overlapped):  # the first chunks of all sequences, then the second ones
+        if cutlass.const_expr(c.overlapped):  # all sequences take turns, a chunk each
             turns = cutlass.max(NT // cutlass.max(row_chunks, 1), 1)
         self.kda_fwd_intra_sm90(
             *self.x_tile.loader(heads_last(mQ)),
@@ -290,8 +290,6 @@ class KdaFwdIntraSm90:
         by_turn: cute.FastDivmodDivisorV2,
     ):
         c = self.c
-        if cutlass.const_expr(c.overlapped):
-            cute.arch.griddepcontrol_launch_dependents()
         tid = cute.arch.thread_idx()[0]
         st = self.own(tid)
         self.lanes(st, tid)
@@ -315,6 +313,13 @@ class KdaFwdIntraSm90:
         now[0] = Int32(0)
         if self.warp == SOLVERS:
             self.fetch(self.first_item(tid), items, T, Int32(0), mTable, full)
+        if cutlass.const_expr(c.overlapped):
+            mine = self.first_item(tid) + self.within(tid) * step
+            for item in cutlass.range(mine, items, THREADS * step, unroll=1):
+                chunk, hv = divmod(item, by_HV)
+                n, b = divmod(chunk, by_turn)
+                overlap.withdraw(mReady, hv, self.row_of_total(b, n, T))
+            overlap.allow()
         self.meet()
         self.keep(self.ask(Int32(0), mBeta, mA_log, mDt_bias))
         self.meet()
@@ -376,12 +381,16 @@ class KdaFwdIntraSm90:
                     if self.warp == WARPS - 1:
                         with cute.arch.elect_one():
                             overlap.publish(
-                                mReady, self.place[here + Place.H], self.place[here + Place.CHUNK]
+                                mReady, self.place[here + Place.HV], self.place[here + Place.CHUNK]
                             )
 
     def team(self, tid: Int32) -> Any:
         """Which team of its CTA a thread belongs to."""
         return cute.arch.make_warp_uniform(tid // THREADS) if self.c.overlapped else 0
+
+    def row_of_total(self, b: Int32, n: Int32, T: Int32) -> Int32:
+        """Of chunk n of sequence b, in a dense batch."""
+        return b * ((T + (BT - 1)) // BT) + n
 
     def first_item(self, tid: Int32) -> Any:
         block = cute.arch.block_idx()[0]
@@ -426,7 +435,7 @@ class KdaFwdIntraSm90:
                 else:
                     if cutlass.const_expr(self.c.overlapped):
                         c, b = divmod(chunk, by_turn)
-                        chunk = b * ((T + (BT - 1)) // BT) + c
+                        chunk = self.row_of_total(b, c, T)
                     else:
                         b, c = divmod(chunk, by_turn)
                     first, valid = b * T + c * BT, cutlass.min(T - c * BT, BT)
@@ -976,7 +985,7 @@ def _compile(config: Config) -> Program:
             rstd,
             rstd,
             tensor("float32", NT, HV, DECAYS * K),
-            tensor("int32", H, NT, align=4) if config.overlapped else None,
+            tensor("int32", HV, NT, align=4) if config.overlapped else None,
             Int32(1),
             Float32(1.0),
             Float32(0.0),
@@ -997,7 +1006,7 @@ class Plan:
     norms: tuple[int, ...]
     totals: tuple[int, ...]
     ready: tuple[int, int]
-    """[H, NT], of the counts by which the scan follows."""
+    """[HV, NT], by which the scan follows."""
     scalars: tuple[int, float, float, int]
     """T, scale, lower bound and CTAs, the last arguments of the kernel."""
     runs: bool
@@ -1053,7 +1062,7 @@ def prepare(
         square=(B, T, HV, BT),
         norms=(B, T, H),
         totals=(NT, HV, DECAYS * K),
-        ready=(H, NT),
+        ready=(HV, NT),
         scalars=(T, scale, lower_bound or 0.0, config.resources().ctas_per_sm * (of(at).sms - beside)),
         runs=NT * HV * B * T > 0,
     )
@@ -1072,7 +1081,7 @@ def launch(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
     """See :func:`fwd_intra`; on tensors whose facts are those that the plan was prepared from.
 
-    ``ready``: int32 zeros, :attr:`Plan.ready`, where the scan follows.
+    ``ready``: int32, :attr:`Plan.ready`, where the scan follows.
     """
     import torch
 

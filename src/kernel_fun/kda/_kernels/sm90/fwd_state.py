@@ -253,12 +253,11 @@ class KdaFwdStateSm90:
                 gH = cute.domain_offset((0, 0, chain.first), outH[1][None, None, hv, None])
                 gH = cute.local_tile(gH, (ROWS, c.K), (tile, 0, None))
                 h = outH[0], gH, self.H.view(st.h)[None, None, half], None
-            counts = None
+            ready = None
             if const_expr(c.overlapped):
-                counts = cute.make_tensor(
-                    cute.domain_offset((hv // G, chain.first), mReady).iterator, cute.make_layout(chain.NT)
-                )
-            loads = self.builder.loads(chain, raws, st, hv, G), more, gTotal, sTotal, gAround, (counts, G)
+                at = lambda head: overlap.address(mReady, head, chain.first)
+                ready = at(hv), at(hv // G * G), chain.NT
+            loads = self.builder.loads(chain, raws, st, hv, G), more, gTotal, sTotal, gAround, ready
             self.hold(
                 st, rings, loads, (o, v_new, h),
                 state(mH0) if const_expr(c.has_h0) else None, state(mHt) if const_expr(c.want_ht) else None,
@@ -388,8 +387,8 @@ class KdaFwdStateSm90:
         """q, k, g of chunk n, once the slot is free. They also say that fwd_intra has written chunk n + 1: BUILD asks
         for what it needs of that once it has these."""
         if const_expr(self.config.overlapped):
-            counts, G = loads[5]
-            overlap.follow(counts, seen, cutlass.min(n + 2, cute.size(counts)), G)
+            own, leader, NT = loads[5]
+            overlap.follow(own, leader, seen, cutlass.min(n + 2, NT), NT)
         raw.wait_empty(at)
         barrier = raw.expect(at)
         for tma, tXsX, tXgX in loads[0]:
@@ -478,7 +477,7 @@ def _compile(config: Config) -> Program:
             total,
             opt(c.has_h0, "float32", *states),
             *x.parameters(),
-            x.tensor("int32", "H", "NT", align=4) if c.overlapped else None,
+            x.tensor("int32", "HV", "NT", align=4) if c.overlapped else None,
             opt(c.want_o, *values),
             opt(c.want_ht, "float32", *states),
             opt(c.want_h, c.io, "NT", "HV", c.K, V),

@@ -44,7 +44,7 @@ def fwd_intra(call: Call, *, scan_next: bool = False) -> Intra:
     if plan.config.overlapped:
         if _fills_memory():
             return fwd_intra(call)
-        ready = call.scratch["ready"] = q.new_zeros(plan.ready, dtype=torch.int32)
+        ready = call.scratch["ready"] = q.new_empty(plan.ready, dtype=torch.int32)
     intra = call.scratch["intra"] = Intra(*intra_kernel.launch(plan, *given, ready))
     return intra
 
