@@ -35,9 +35,14 @@ def small(problem: Problem, sequences: int = 1, tokens: int | None = None) -> Pr
     return replace(problem, B=1, T=T, N=max(2, sequences))
 
 
+ALONE = 40 * 128
+"""Columns of V of all chains, where one scan fits the GPU at once and a second one beside it does not."""
+
+
 def batches(problem: Problem) -> list[int]:
     """Numbers of sequences that among them meet every kernel of a head shape."""
-    return sorted({1, *(-(-n // problem.HV) for n in CHAINS)})
+    chains = (-(-ALONE // problem.V), *CHAINS)
+    return sorted({1, *(-(-n // problem.HV) for n in chains)})
 
 
 def arguments(problem: Problem, device: torch.device) -> dict[str, Any]:

@@ -137,7 +137,7 @@ def forward_forms(launched: list[Any]) -> list[bool]:
     return [c.overlapped for name, c, _ in launched if name in ("fwd_intra", "fwd_state")]
 
 
-def test_a_long_forward_of_few_chains_is_overlapped_and_its_rescan_is_not(launched: list[Any]):
+def test_a_long_pass_of_few_chains_is_overlapped(launched: list[Any]):
     x = small()
     for _ in range(2):  # the second pass takes the plans of the first over
         launched.clear()
@@ -146,11 +146,45 @@ def test_a_long_forward_of_few_chains_is_overlapped_and_its_rescan_is_not(launch
         names = [name for name, *_ in launched]
         assert names[:4] == ["fwd_intra", "fwd_state", "fwd_state", "bwd_state"]
         assert forward_forms(launched) == [True, True, False]
+        assert pair_of_scans(launched) == [True, True]
         intra, scan = launched[0][2], launched[1][2]
         ready = intra[-5]
         assert (ready.shape, ready.dtype) == ((HEADS, LONG // 64), torch.int32)
         assert any(given is ready for given in scan)
         assert intra[-1] == SMS - HEADS
+
+
+def pair_of_scans(launched: list[Any]) -> list[bool]:
+    """Of the rescan, whether it leads, and of bwd_state, whether it is beside it."""
+    (rescan,) = [c.leads for name, c, _ in launched if name == "fwd_state" and not c.want_o]
+    return [rescan, *(c.overlapped for name, c, _ in launched if name == "bwd_state")]
+
+
+@pytest.mark.parametrize(
+    ("fields", "fit"),
+    [
+        (dict(T=1, H=1, HV=1), True),
+        (dict(H=66, HV=66, T=65), True),
+        (dict(H=67, HV=67, T=65), False),
+        (dict(H=33, HV=33, T=65, V=128), True),
+        (dict(H=34, HV=34, T=65, V=128), False),
+        (dict(seqlens=(65,)), False),
+    ],
+)
+def test_two_scans_are_beside_each_other_where_both_fit(
+    fields: dict[str, Any], fit: bool, launched: list[Any]
+):
+    x = small(**fields)
+    o, _ = chunk_kda(**{n: t.requires_grad_() if n == "q" else t for n, t in x.items()})
+    o.sum().backward()
+    assert pair_of_scans(launched) == [fit, fit]
+
+
+def test_kept_states_leave_nothing_to_be_beside(launched: list[Any]):
+    x = {**small(T=65), "disable_recompute": True}
+    o, _ = chunk_kda(**{n: t.requires_grad_() if n == "q" else t for n, t in x.items()})
+    o.sum().backward()
+    assert [c.overlapped for name, c, _ in launched if name == "bwd_state"] == [False]
 
 
 @pytest.mark.parametrize(
@@ -170,20 +204,22 @@ def test_other_forwards_are_not(fields: dict[str, Any], launched: list[Any]):
 
 def test_nothing_may_be_launched_between_the_two(launched: list[Any]):
     x = small(initial_state=True, output_final_state=True)
-    with torch.no_grad():
-        chunk_kda(**x)
-        assert forward_forms(launched) == [True, True]
+    x["q"].requires_grad_()
+
+    def both() -> list[list[bool]]:
         launched.clear()
-        strided = x["initial_state"].mT.contiguous().mT
-        chunk_kda(**{**x, "initial_state": strided})
-        assert forward_forms(launched) == [False, False]
-        launched.clear()
-        torch.use_deterministic_algorithms(True)
-        try:
-            chunk_kda(**x)
-        finally:
-            torch.use_deterministic_algorithms(False)
-        assert forward_forms(launched) == [False, False]
+        o, _ = chunk_kda(**x)
+        o.sum().backward()
+        return [forward_forms(launched)[:2], pair_of_scans(launched)]
+
+    assert both() == [[True, True], [True, True]]
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert both() == [[False, False], [False, False]]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    x["initial_state"] = x["initial_state"].mT.contiguous().mT
+    assert both() == [[False, False], [False, False]]
 
 
 def test_rows_that_have_to_be_copied_are_not_overlapped():
@@ -219,6 +255,7 @@ def forms(overlapped: bool) -> Iterator[list[bool]]:
         patch.setenv(config.KDA_BACKEND.name, "sm90")
         patch.setattr(fwd_state, "launch", spied)
         patch.setattr(overlap, "scan_ctas", scan_ctas)
+        patch.setattr(overlap, "scans_fit", lambda *_: overlapped)
         known.forget()
         yield seen
     known.forget()
@@ -355,6 +392,28 @@ def test_streams_and_other_kernels_at_once():
         torch.cuda.synchronize()
     assert all(seen)
     assert [int(sum(wrong)) for wrong in found] == [0, 0]
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.sm90
+def test_whole_steps_in_turn_and_at_once():
+    """Training steps of two problems on two streams, whose scans are beside each other in pairs."""
+    problems = [on_device(T=1000, seed=0), on_device(T=700, H=16, HV=16, seed=1)]
+    upstream = [gradients(x) for x in problems]
+    right = [outputs(x, False, up) for x, up in zip(problems, upstream)]
+    streams = [torch.cuda.Stream() for _ in problems]
+    found: list[Tensor] = []
+    torch.cuda.synchronize()
+    with forms(True) as seen:
+        for _ in range(40):
+            for x, up, true, stream in zip(problems, upstream, right, streams):
+                with torch.cuda.stream(stream):
+                    out = run(chunk_kda, x, **up)
+                    found += [(value != true[name]).sum() for name, value in out.items()]
+        torch.cuda.synchronize()
+    assert seen == [True, False] * 80
+    assert int(sum(n.cpu() for n in found)) == 0
 
 
 @hopper

@@ -51,6 +51,7 @@ from kernel_fun._cute.tile import (
     tokens_first,
     vector,
 )
+from kernel_fun.kda._kernels.sm90 import overlap
 from kernel_fun.kda._kernels.sm90.chunk_inputs import (
     ChunkTensors,
     check,
@@ -77,6 +78,8 @@ class Config(ScanConfig):
     has_do: bool = True
     has_dht: bool = False
     want_dh0: bool = False
+    overlapped: bool = False
+    """It runs beside the rescan of fwd_state, see :mod:`overlap`."""
 
     @property
     def row_stages(self) -> int:
@@ -170,6 +173,7 @@ class KdaBwdStateSm90:
             block=(c.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
+            use_pdl=c.overlapped,
         )
 
     @cute.kernel
@@ -183,6 +187,8 @@ class KdaBwdStateSm90:
         scale, lower_bound = scalars
         st = SmemAllocator().allocate(self.Storage)
         rings = self.builder.raw.bind(st.raw), self.builder.built.bind(st.built), self.row.bind(st.row)
+        if const_expr(c.overlapped):
+            overlap.begin()
         pipe.start()
 
         x = cute.arch.block_idx()[0]
@@ -336,6 +342,8 @@ class KdaBwdStateSm90:
         if const_expr(c.want_dh0):
             cute.autovec_copy(acc_S, thr_s.partition_C(gDh0))
         cute.arch.cp_async_bulk_wait_group(0)
+        if const_expr(c.overlapped):
+            overlap.end()
 
     @cute.jit
     def load_raw(self, raw, at, loads, n: Int32):
@@ -438,9 +446,12 @@ NAMES = ("q", "k", "g", "A", "Aqk", "total", "do", "dht")
 @lru_cache(maxsize=512)
 def prepare(
     facts: tuple[Any, ...], at: device, *, scale: float, gate: str, lower_bound: float | None, beta_mode: str, l2norm: bool,
-    state_v_first: bool, want_dh0: bool,
+    state_v_first: bool, want_dh0: bool, overlapped: bool = False,
 ) -> Plan:  # fmt: skip
-    """Everything about a launch but addresses. ValueError or TypeError names the argument that does not fit."""
+    """Everything about a launch but addresses. ValueError or TypeError names the argument that does not fit.
+
+    ``overlapped``: beside the rescan of dense sequences, see :mod:`overlap`.
+    """
     import torch
 
     q, k, g, beta, A, Aqk, q_rstd, k_rstd, total, do, dht, A_log, dt_bias, cu_seqlens, first_chunks = facts
@@ -469,6 +480,7 @@ def prepare(
         has_do=do is not None,
         has_dht=dht is not None,
         want_dh0=want_dh0,
+        overlapped=overlapped,
     )
     scalars = scale, lower_bound or 0.0
     return Plan(config, (B, T, HV, V), (NT, HV, K, V), states, scalars, B * T * HV * V * N > 0)

@@ -80,6 +80,8 @@ class Config(ScanConfig):
     want_v_new: bool = False
     overlapped: bool = False
     """It runs beside fwd_intra, see :mod:`overlap`."""
+    leads: bool = False
+    """bwd_state may run beside it."""
 
     def __post_init__(self) -> None:
         if not (self.want_o or self.want_ht or self.want_h or self.want_v_new):
@@ -203,6 +205,8 @@ class KdaFwdStateSm90:
         scale, lower_bound = scalars
         st = SmemAllocator().allocate(self.Storage)
         rings = self.builder.raw.bind(st.raw), self.builder.built.bind(st.built), self.row.bind(st.row)
+        if const_expr(c.leads):
+            cute.arch.griddepcontrol_launch_dependents()
         if const_expr(c.overlapped):
             overlap.begin()
         pipe.start()
@@ -508,10 +512,11 @@ NAMES = ("q", "k", "v", "g", "A", "Aqk", "total", "h0")
 def prepare(
     facts: tuple[Any, ...], at: device, *, scale: float, gate: str, lower_bound: float | None, beta_mode: str, l2norm: bool,
     state_v_first: bool, want_ht: bool, want_h: bool, want_v_new: bool, want_o: bool, overlapped: bool = False,
+    leads: bool = False,
 ) -> Plan:  # fmt: skip
     """Everything about a launch but addresses. ValueError or TypeError names the argument that does not fit.
 
-    ``overlapped``: beside fwd_intra, of dense sequences; see :mod:`overlap`.
+    ``overlapped``: beside fwd_intra, of dense sequences; ``leads``: bwd_state follows. See :mod:`overlap`.
     """
     import torch
 
@@ -537,6 +542,7 @@ def prepare(
         want_h=want_h,
         want_v_new=want_v_new,
         overlapped=overlapped,
+        leads=leads,
     )
     scalars = scale, lower_bound or 0.0
     return Plan(config, states, (NT, HV, K, V), scalars, B * T * HV * V * N > 0)

@@ -1,8 +1,11 @@
-"""fwd_state beside fwd_intra: when, and how a chunk is handed over.
+"""Kernels of small grids beside each other instead of one after the other: when, and why that is safe.
+
+Two pairs: fwd_state, the scan, beside fwd_intra, and bwd_state beside the rescan of the same chunks, of which it reads
+nothing. The bits of all results are those of one after the other. First fwd_intra and the scan.
 
 On a small grid the scan leaves many SMs free, and of fwd_intra it needs no more than the chunk it comes to. Then
 fwd_intra, which goes through the chunks in order, gets the SMs that the scan does not take, one CTA to an SM, and
-the scan starts behind it by programmatic dependent launch. The bits of all results are those of one after the other.
+the scan starts behind it by programmatic dependent launch.
 
 Handing over. ``ready`` [HV, NT] int32 says of each chunk and value head whether it is written. Before a CTA of fwd_intra
 executes launch_dependents it writes 0 for every item that will be its own, fences at GPU scope, and meets. An item is
@@ -23,8 +26,11 @@ wait until all prerequisite grids in flight have completed and all the memory op
 performed and made visible to the current grid" (PTX ISA, griddepcontrol). So the end of the scan implies that of
 fwd_intra, for the stream, its events and a graph alike.
 
-What the host has to see to: nothing is launched between the two, and no memory that fwd_intra reads is given back before
-the scan has been launched: the allocator would hand it out as if fwd_intra had ended.
+bwd_state starts behind the rescan in the same way, once all CTAs of that are resident, waits for nothing but its end, by
+the same instruction at its own, and everything that it reads is older than the rescan.
+
+What the host has to see to: nothing is launched between the two of a pair, and no memory that the first one reads is
+given back before the second one has been launched: the allocator would hand it out as if the first one had ended.
 """
 
 from __future__ import annotations
@@ -60,6 +66,11 @@ def scan_ctas(chains: int, V: int, T: int, sms: int) -> int:
     apart = CHUNK_TIME[BV] + ITEM_TIME * chains / sms
     beside = max(CHUNK_TIME[BV], ITEM_TIME * chains / (sms - ctas))
     return ctas if MARGIN * beside < apart else 0
+
+
+def scans_fit(chains: int, V: int, sms: int) -> bool:
+    """Whether the SMs hold all CTAs of two scans at once. ``chains`` = B HV."""
+    return 2 * chains * (V // v_tile(chains, V, sms)) <= sms
 
 
 def withdraw(mReady: cute.Tensor, hv: Int32, chunk: Int32) -> None:
@@ -98,8 +109,8 @@ def look(at: Int64) -> Int32:
 
 
 def begin() -> None:
-    """Of every CTA of the scan: what kernels before fwd_intra wrote is read from where they wrote it, whatever a
-    launch that is not a boundary of the stream leaves in an SM's cache."""
+    """Of every CTA of a second kernel: what kernels before the first one wrote is read from where they wrote it, whatever
+    a launch that is not a boundary of the stream leaves in an SM's cache."""
     cute.arch.fence_acq_rel_gpu()
 
 
@@ -127,5 +138,5 @@ PAUSE_NS = 100
 
 
 def end() -> None:
-    """Of every CTA of the scan: not before fwd_intra has ended, see above."""
+    """Of every CTA of a second kernel: not before the first one has ended, see above."""
     cute.arch.griddepcontrol_wait()

@@ -42,43 +42,47 @@ def fwd_intra(call: Call, *, scan_next: bool = False) -> Intra:
         )
     ready = None
     if plan.config.overlapped:
-        if _fills_memory():
+        if (
+            torch.are_deterministic_algorithms_enabled()
+        ):  # results' memory is filled, a launch between the two
             return fwd_intra(call)
         ready = call.scratch["ready"] = q.new_empty(plan.ready, dtype=torch.int32)
     intra = call.scratch["intra"] = Intra(*intra_kernel.launch(plan, *given, ready))
     return intra
 
 
-def _fills_memory() -> bool:
-    """Whether memory for results is filled when it is allocated: a launch where there must be none."""
-    return (
-        torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory
-    )
-
-
 def _scan_ctas(call: Call) -> int:
-    """CTAs of a scan that may run beside fwd_intra, so that nothing is launched between the two; 0 if not."""
-    h0 = call.initial_state
-    if call.cu_seqlens is not None or (h0 is not None and not h0.is_contiguous()):
-        return 0
+    """CTAs of a scan that may run beside fwd_intra; 0 if it comes after it."""
     B, T, HV, V = call.v.shape
-    return overlap.scan_ctas(B * HV, V, T, devices.of(call.v.device).sms)
+    return overlap.scan_ctas(B * HV, V, T, devices.of(call.v.device).sms) if _is_alone(call) else 0
+
+
+def _scans_fit(call: Call) -> bool:
+    """Whether bwd_state may run beside a rescan."""
+    B, _, HV, V = call.v.shape
+    return _is_alone(call) and overlap.scans_fit(B * HV, V, devices.of(call.v.device).sms)
+
+
+def _is_alone(call: Call) -> bool:
+    """Whether a scan launches nothing but itself: no zeros for rows of no sequence, no copy of a state."""
+    h0 = call.initial_state
+    return call.cu_seqlens is None and (h0 is None or h0.is_contiguous())
 
 
 def fwd_state(call: Call, intra: Intra, *, keep: bool, output: bool = True) -> Scan:
     """See :class:`kernel_fun.kda.stages.FwdState`."""
     wants_ht = call.output_final_state and (output or not keep)
-    ready = call.scratch.pop("ready", None)
+    ready, leads = call.scratch.pop("ready", None), call.scratch.pop("leads", False)
     q, k, v, g, beta, A_log, _, dt_bias = _operands(call)
     h0 = None if call.initial_state is None else call.initial_state.detach().contiguous()
     _check_addresses(call, intra, h0=h0)
     given = q, k, v, g, beta, *intra, h0, A_log, dt_bias, *_sequences(call)
-    wanted = "fwd_state", output, wants_ht, keep, ready is not None
+    wanted = "fwd_state", output, wants_ht, keep, ready is not None, leads
     plan = call.notes.get(wanted)
     if plan is None:
         plan = call.notes[wanted] = state_kernel.prepare(
             facts_of(*given), q.device, state_v_first=call.state_v_first, want_ht=wants_ht, want_h=keep, want_v_new=keep,
-            want_o=output, overlapped=ready is not None, **_forms(call),
+            want_o=output, overlapped=ready is not None, leads=leads, **_forms(call),
         )  # fmt: skip
     return Scan(*state_kernel.launch(plan, *given, ready))
 
@@ -92,21 +96,27 @@ def bwd_state(
     v_new: Tensor | None,
 ) -> ReverseScan:
     """See :class:`kernel_fun.kda.stages.BwdState`."""
-    if h is None or v_new is None:
-        rescan = fwd_state(call, intra, keep=True, output=False)
-        h, v_new = rescan.h, rescan.v_new
-        assert h is not None
-        assert v_new is not None
     q, k, _, g, beta, A_log, _, dt_bias = _operands(call)
     do = None if do is None else _upstream(do, call)
     dht = None if dht is None else dht.contiguous()
     _check_addresses(call, intra, dht=dht)
+    beside = False
+    if h is None or v_new is None:
+        fit = call.notes.get("scans_fit")
+        if fit is None:
+            fit = call.notes["scans_fit"] = _scans_fit(call)
+        call.scratch["leads"] = beside = fit and not torch.are_deterministic_algorithms_enabled()
+        rescan = fwd_state(call, intra, keep=True, output=False)
+        h, v_new = rescan.h, rescan.v_new
+        assert h is not None
+        assert v_new is not None
     given = q, k, g, beta, *intra, do, dht, A_log, dt_bias, *_sequences(call)
-    plan = call.notes.get("bwd_state")
+    kind = "bwd_state", beside
+    plan = call.notes.get(kind)
     if plan is None:
-        plan = call.notes["bwd_state"] = reverse_kernel.prepare(
+        plan = call.notes[kind] = reverse_kernel.prepare(
             facts_of(*given), q.device, state_v_first=call.state_v_first, want_dh0=call.initial_state is not None,
-            **_forms(call),
+            overlapped=beside, **_forms(call),
         )  # fmt: skip
     return ReverseScan(*reverse_kernel.launch(plan, *given), h, v_new)
 
