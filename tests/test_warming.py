@@ -192,23 +192,18 @@ class TestBuild:
         beside = ["fwd_intra", "fwd_state"]  # the forms of a long forward of few chains
         report = warming.build([self.GPU], "sm_90a", tmp_path, exactly=True)
         assert self.kernels(rehearsed) == [*beside, *one]
-        assert [c.overlapped for _, c in rehearsed if hasattr(c, "overlapped")] == [
-            True,
-            True,
-            False,
-            False,
-            False,
-        ]
+        forms = [c for _, c in rehearsed if hasattr(c, "overlapped")]
+        assert [c.overlapped for c in forms] == [True, True, False, False, False, True]
+        assert [c.leads for c in forms if hasattr(c, "leads")] == [False, False, True]
         assert [entry.how for entry in report] == ["compiled"] * 7
         assert device.of(torch.device("cpu")).arch == "cpu"
         assert config.KDA_BACKEND.read() == "auto"
         rehearsed.clear()
         warming.build(
             [self.GPU], "sm_90a", tmp_path
-        )  # the scans have a form for few chains, and one for many
-        assert sorted(self.kernels(rehearsed)) == sorted(
-            [*beside, *one, "fwd_state", "fwd_state", "bwd_state"]
-        )
+        )  # a form of the scans for chains so few that two fit, one for few and one for many
+        few, many = ["fwd_state", "bwd_state"], ["fwd_state", "fwd_state", "bwd_state"]
+        assert sorted(self.kernels(rehearsed)) == sorted([*beside, *one, *few, *many])
 
     def test_grouped_heads_and_packings_need_more(
         self, rehearsed: list[tuple[Any, Any]], tmp_path: Path
@@ -237,8 +232,9 @@ class TestBuild:
         ready = asked(exercise.batches(shape), long=True)
         monkeypatch.setattr(exercise, "TOKENS", 9)
         assert asked([1, 2, 3, 5, 7, 11, 16, 24, 33, 47]) <= ready
-        monkeypatch.setattr(exercise, "TOKENS", 2 * exercise.LONG_TOKENS + 1)
-        assert asked([1, 2, 4]) <= ready
+        if HV == 4:
+            monkeypatch.setattr(exercise, "TOKENS", 2 * exercise.LONG_TOKENS + 1)
+            assert asked([2]) <= ready
 
     def test_what_no_kernel_serves_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(BackendUnavailable, match="K = 100, kernels are built for 64 and 128"):
