@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 TOKENS = 2 * BT + 2
 """Three chunks, the last partial."""
-LONG_TOKENS = 32 * BT
+LONG_TOKENS = 64 * BT
 """From here on,"""
-LONG_WORK = 1 << 15
+LONG_WORK = 1 << 16
 """and from so many tokens of all value heads together, the forward of few chains has forms of its own; T
 decides nothing else."""
-FEW_CHAINS = 4
-"""As few as have them, where the fewest do not."""
+FEW_CHAINS = 6
+"""Chains that have them, where fewer do not."""
 CHAINS = (66, 100, 132, 200, 264, 600)
 """Sequences times value heads, half to four times a GPU's SMs: state scans have forms for few and many."""
 

@@ -44,13 +44,13 @@ from cutlass._mlir.dialects import llvm
 from kernel_fun.kda._kernels.sm90.chunk_inputs import CHUNK_TIME, v_tile
 from kernel_fun.kda._kernels.sm90.scan_config import BT
 
-TOKENS = 32 * BT
+TOKENS = 64 * BT
 """Of a sequence, from which on it may pay: what is saved of each chunk has to make up for the start,"""
-WORK = 1 << 15
+WORK = 1 << 16
 """and so many tokens of all chains together."""
 ITEM_TIME = 14
 """SM time of fwd_intra for a chunk of one head, in the unit of CHUNK_TIME."""
-MARGIN = 1.05
+MARGIN = 1.08
 """What it has to win by."""
 
 
