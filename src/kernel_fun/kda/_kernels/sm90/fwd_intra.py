@@ -35,7 +35,7 @@ rstds [tokens, H]; total [NT, HV, 9 K]; tokens = B T. Value heads are innermost 
               Aqk             64 x 64 io, 16-byte units of row i permuted by i mod 8
               scales, beta    4 x 64 fp32; dt_bias, A_log: K + 1
               D, between      8 K fp32: decay of each block; 24 K / 2 words: P of each pair, two channels a word
-    regs      128, 2 CTAs an SM
+    regs      128, 2 CTAs an SM; beside the scan one CTA of two such teams, see :mod:`overlap`
 """
 
 # sizes: one CTA, one pass, read in order

@@ -23,6 +23,8 @@ Modes in global memory: q, k, g, A, Aqk (T, D, heads, B); v, o, v_new (V, T, hea
     raw        TMA -> BUILD, STATE        q, k, g of a chunk; freed by STATE
     built      BUILD -> STATE             the same slots once they hold qE, kR, kE
     row        TMA -> STATE               v, A, Aqk, total; freed by STATE
+
+Beside fwd_intra, see :mod:`overlap`, raw of a chunk is asked for once fwd_intra has written the chunk after it.
 """
 
 # sizes: one CTA, one walk over the chunks; its launcher names every tensor, as that of bwd_state does
