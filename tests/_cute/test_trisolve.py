@@ -19,6 +19,7 @@ from kernel_fun._cute.trisolve import PITCH, SIZE
 
 LANE = np.arange(32)
 ROW, COLUMN = LANE // 4, LANE % 4
+PLACE = trisolve.place(np.arange(SIZE))
 
 
 class Tile:
@@ -26,7 +27,7 @@ class Tile:
 
     def __init__(self, L: np.ndarray) -> None:
         self.flat = np.full(SIZE * PITCH, np.nan, np.float32)
-        self.flat.reshape(SIZE, PITCH)[:, :SIZE] = L
+        self.flat.reshape(SIZE, PITCH)[:, PLACE] = L
         self.iterator = SimpleNamespace(toint=lambda: 0)
 
     def __getitem__(self, at: Any) -> np.ndarray:
@@ -57,8 +58,13 @@ def on_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     def load4(tile: Tile):
         return lambda address: [tile.flat[address // 4 + e] for e in range(4)]
 
+    def matrices(tile: Tile):
+        return lambda address: [tile.flat[address[8 * m + ROW] // 4 + COLUMN] for m in range(4)]
+
     monkeypatch.setattr(trisolve, "select", np.where)
     monkeypatch.setattr(trisolve, "tf32", tf32)
+    monkeypatch.setattr(trisolve, "rounded", tf32)
+    monkeypatch.setattr(trisolve, "word_of", lambda x: x)
     monkeypatch.setattr(trisolve, "mma_tf32", mma_tf32)
     monkeypatch.setattr(trisolve, "accumulator", lambda: [np.zeros(32, np.float32) for _ in range(4)])
     monkeypatch.setattr(trisolve, "Int32", int)
@@ -66,25 +72,29 @@ def on_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     arch = SimpleNamespace(sync_warp=lambda: None)
     monkeypatch.setattr(trisolve, "cute", SimpleNamespace(arch=arch))
     monkeypatch.setattr(Tile, "load4", load4, raising=False)
+    monkeypatch.setattr(Tile, "matrices", matrices, raising=False)
 
 
 def run(L: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
     tile = Tile(L)
-    monkeypatch.setattr(trisolve, "load4", tile.load4())  # type: ignore[attr-defined]
+    for name in ("load4", "matrices"):
+        monkeypatch.setattr(trisolve, name, getattr(tile, name)())
     for warp in range(2):
         trisolve.invert_blocks(tile, warp, LANE)  # type: ignore[arg-type]
+    rows = [trisolve.rows_of_L(tile, warp, LANE) for warp in range(8)]  # type: ignore[arg-type]
     for warp in range(4):
         trisolve.merge_16(tile, warp, LANE)  # type: ignore[arg-type]
     for warp in range(8):
-        trisolve.multiply_32(tile, warp, LANE)  # type: ignore[arg-type]
+        trisolve.multiply_32(tile, warp, LANE, rows[warp])  # type: ignore[arg-type]
+    X_b = [trisolve.rows_of_X(tile, warp, LANE) for warp in range(8)]  # type: ignore[arg-type]
     for warp in range(8):
-        trisolve.merge_32(tile, warp, LANE)  # type: ignore[arg-type]
+        trisolve.merge_32(tile, warp, LANE, X_b[warp])  # type: ignore[arg-type]
     X = np.zeros((SIZE, SIZE), np.float32)
     for I in range(4):
         for J in range(I + 1):
             for i in range(16 * I, 16 * I + 16):
                 at = i * PITCH + 16 * J + trisolve.shift(I, J)
-                X[i, 16 * J : 16 * J + 16] = tile.flat[at : at + 16]
+                X[i, 16 * J : 16 * J + 16] = tile.flat[at + PLACE[:16]]
     return X
 
 
@@ -133,10 +143,12 @@ class Inverse:
         cute.arch.sync_threads()
         if warp < 4:
             trisolve.merge_16(sL, warp, lane)
+        rows = trisolve.rows_of_L(sL, warp, lane)
         cute.arch.sync_threads()
-        trisolve.multiply_32(sL, warp, lane)
+        trisolve.multiply_32(sL, warp, lane, rows)
+        X_b = trisolve.rows_of_X(sL, warp, lane)
         cute.arch.sync_threads()
-        trisolve.merge_32(sL, warp, lane)
+        trisolve.merge_32(sL, warp, lane, X_b)
         cute.arch.sync_threads()
         mL[cute.arch.block_idx()[0], tid] = sL[tid]
 

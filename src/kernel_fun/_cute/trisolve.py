@@ -3,24 +3,27 @@
     X_II = (I + L_II)^-1                 16 x 16, by substitution, fp32, two blocks a warp
     X_ba = -X_b (L_ba X_a)               16 -> 32 and 32 -> 64, mma.sync tf32, fp32 accumulators
 
-The tile is fp32, row-major with rows of ``PITCH``; strictly lower L goes in, and no element on or above the
-diagonal is read. Nothing that another warp may still read is overwritten: X_II takes the place of L_II, X_10 and
+The tile is fp32, row-major with rows of ``PITCH``, the columns of each group of eight in the order of
+:func:`place`: so ldmatrix reads A fragments, and no access of a fragment meets two rows in one bank. Strictly lower
+L goes in, :func:`rounded` to tf32 outside its 16 x 16 blocks; no element on or above the diagonal matters. Nothing that another warp may still read is overwritten: X_II takes the place of L_II, X_10 and
 X_32 are built in the unused upper triangle, where :func:`shift` finds them. The four steps are plain
-Python, traced inline, for whole warps; a barrier of all who take part belongs before and between them.
+Python, traced inline, for whole warps; a barrier of all who take part belongs before and between them. What a
+step's ``rows_of`` loads is final one step earlier, so those loads can pass the barrier.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from cutlass import Float32, Int32, cute
 
-from kernel_fun._cute.warp import load4, mma_tf32, select, tf32
+from kernel_fun._cute.warp import load4, matrices, mma_tf32, select, tf32
 
 BLOCK = 16
 SIZE = 64
 PITCH = 68
-"""Elements from row to row: rows are 16-byte aligned, and eight of them start in different banks."""
+"""Elements from row to row: eight rows start 16 bytes apart, and four pairs of rows 32, modulo 128."""
 
 TILE_BYTES = SIZE * PITCH * 4
 
@@ -32,16 +35,15 @@ def invert_blocks(sL: cute.Tensor, warp: Int32, lane: Int32) -> None:
     column = lane & (BLOCK - 1)
     y: list[Any] = []
     for i in range(BLOCK):
-        row: list[Float32] = []
-        for j in range(0, i, 4):
-            row += load4(base + 4 * (i * PITCH + j))
+        units = sorted({place(j) // 4 for j in range(i)})
+        row = {u: load4(base + 4 * (i * PITCH + 4 * u)) for u in units}
         x = select(column == i, Float32(1.0), Float32(0.0))
         for j in range(i):
-            x = x - row[j] * y[j]
+            x = x - row[place(j) // 4][place(j) % 4] * y[j]
         y.append(x)
     cute.arch.sync_warp()
     for i in range(BLOCK):
-        sL[first + i * PITCH + column] = y[i]
+        sL[first + i * PITCH + place(column)] = y[i]
 
 
 def merge_16(sL: cute.Tensor, warp: Int32, lane: Int32) -> None:
@@ -53,17 +55,24 @@ def merge_16(sL: cute.Tensor, warp: Int32, lane: Int32) -> None:
     built = a + BLOCK + columns
     T = accumulator()
     for k in (0, 8):
-        mma_tf32(T, 0, tile.left(L_ba + k), tile.right(a + k * PITCH + columns))
-    tile.put(built, T)
+        mma_tf32(T, 0, tile.left(L_ba + k), [tf32(x) for x in tile.right(a + k * PITCH + columns)])
+    tile.put(built, T, rounded)
     cute.arch.sync_warp()
     X = accumulator()
     for k in (0, 8):
-        mma_tf32(X, 0, tile.left(b + k), tile.right(built + k * PITCH))
+        mma_tf32(X, 0, [tf32(x) for x in tile.left(b + k)], tile.right(built + k * PITCH))
     cute.arch.sync_warp()
-    tile.put(built, X, negated=True)
+    tile.put(built, X, negated)
 
 
-def multiply_32(sL: cute.Tensor, warp: Int32, lane: Int32) -> None:
+def rows_of_L(sL: cute.Tensor, warp: Int32, lane: Int32) -> list[list[Int32]]:
+    """What :func:`multiply_32` reads that no merge wrote."""
+    tile = Fragments(sL, lane)
+    low = (warp >> 2) * (BLOCK * PITCH)
+    return [tile.left(2 * BLOCK * PITCH + low + 8 * k) for k in range(4)]
+
+
+def multiply_32(sL: cute.Tensor, warp: Int32, lane: Int32, L: list[list[Int32]]) -> None:
     """T = L_ba X_a of the 32 x 32 block below the diagonal, 16 rows of eight columns to each of eight warps."""
     tile = Fragments(sL, lane)
     columns, low = (warp & 3) * 8, (warp >> 2) * (BLOCK * PITCH)
@@ -71,27 +80,39 @@ def multiply_32(sL: cute.Tensor, warp: Int32, lane: Int32) -> None:
     to_X_a = columns + select(in_first_block, Int32(BLOCK - BLOCK * PITCH), Int32(0))
     X_a = [[select(in_first_block, w, Int32(0)) for w in tile.right(k * PITCH + columns)] for k in (0, 8)]
     X_a += [tile.right(to_X_a + k * PITCH) for k in (16, 24)]
-    T = accumulator()
-    for k in range(4):
-        mma_tf32(T, 0, tile.left(2 * BLOCK * PITCH + low + 8 * k), X_a[k])
-    tile.put(columns + 2 * BLOCK + low, T)
+    T = product_of_four(L, [[tf32(x) for x in X] for X in X_a])
+    tile.put(columns + 2 * BLOCK + low, T, rounded)
 
 
-def merge_32(sL: cute.Tensor, warp: Int32, lane: Int32) -> None:
+def rows_of_X(sL: cute.Tensor, warp: Int32, lane: Int32) -> list[list[Int32]]:
+    """What :func:`merge_32` reads that :func:`multiply_32` did not write: of rows 0-15 X_22, of 16-31 X_32 and X_33."""
+    tile = Fragments(sL, lane)
+    is_low = warp >= 4
+    X_22, X_33 = 2 * BLOCK * (PITCH + 1), 3 * BLOCK * (PITCH + 1)
+    first = select(is_low, Int32(X_22 + BLOCK), Int32(X_22))
+    X_b = [[tf32(x) for x in tile.left(at)] for at in (first, first + 8, X_33, X_33 + 8)]
+    return X_b[:2] + [[select(is_low, x, Int32(0)) for x in X] for X in X_b[2:]]
+
+
+def merge_32(sL: cute.Tensor, warp: Int32, lane: Int32, X_b: list[list[Int32]]) -> None:
     """-X_b T in the place of L_ba, by the eight warps of :func:`multiply_32`."""
     tile = Fragments(sL, lane)
     columns, low = (warp & 3) * 8, (warp >> 2) * (BLOCK * PITCH)
-    is_low = low > 0
-    X_22, X_33 = 2 * BLOCK * (PITCH + 1), 3 * BLOCK * (PITCH + 1)
-    # rows 0-15 are X_22 T_0, rows 16-31 X_32 T_0 + X_33 T_1
-    first = select(is_low, Int32(X_22 + BLOCK), Int32(X_22))
-    X = accumulator()
-    for k, at in enumerate((first, first + 8, X_33, X_33 + 8)):
-        left = tile.left(at)
-        if k >= 2:
-            left = [select(is_low, w, Int32(0)) for w in left]
-        mma_tf32(X, 0, left, tile.right(columns + 2 * BLOCK + 8 * k * PITCH))
-    tile.put(2 * BLOCK * PITCH + low + columns, X, negated=True)
+    X = product_of_four(X_b, [tile.right(columns + 2 * BLOCK + 8 * k * PITCH) for k in range(4)])
+    tile.put(2 * BLOCK * PITCH + low + columns, X, negated)
+
+
+def product_of_four(left: list[list[Int32]], right: list[list[Int32]]) -> list[Float32]:
+    """The sum of four products, by two chains of two."""
+    sums = [accumulator(), accumulator()]
+    for k in range(4):
+        mma_tf32(sums[k & 1], 0, left[k], right[k])
+    return [sums[0][e] + sums[1][e] for e in range(4)]
+
+
+def place(column: Any) -> Any:
+    """Where a column stands in its row: of each eight, the even ones and then the odd ones."""
+    return (column & ~7) + ((column & 7) >> 1) + ((column & 1) << 2)
 
 
 def shift(I: int, J: int) -> int:
@@ -105,23 +126,42 @@ def accumulator() -> cute.Tensor:
     return acc
 
 
+def rounded(x: Float32) -> Float32:
+    """A finite value whose word :func:`_cute.warp.mma_tf32` takes as it is: see :func:`_cute.warp.tf32`."""
+    return cute.arch.inline_ptx(
+        "add.u32 {$w0}, {$r0}, 0x1000;", write_only_types=[Float32], read_only_args=[x]
+    )
+
+
+def negated(x: Float32) -> Float32:
+    return -x
+
+
+def word_of(x: Float32) -> Int32:
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
+
+
 class Fragments:
-    """tf32 fragments of the tile by the flat index of their top left element: layouts of ``warp.py``."""
+    """Fragments of the tile, unrounded, by the flat index of their top left element: layouts of ``warp.py``.
+
+    Element k = c of a lane's operands is row or column 2 c of a product's eight, k = c + 4 is 2 c + 1.
+    """
 
     def __init__(self, sL: cute.Tensor, lane: Int32) -> None:
         r, c = lane >> 2, lane & 3
         self.sL = sL
-        self.a, self.b, self.c = r * PITCH + c, c * PITCH + r, r * PITCH + 2 * c
+        self.a = sL.iterator.toint() + 4 * ((lane & 15) * PITCH + ((lane >> 4) << 2))
+        self.b, self.c = 2 * c * PITCH + place(r), r * PITCH + c
 
     def left(self, at: Any) -> list[Int32]:
         """A: 16 rows, 8 columns."""
-        return [tf32(self.sL[self.a + at + i]) for i in (0, 8 * PITCH, 4, 8 * PITCH + 4)]
+        return list(matrices(self.a + 4 * at))
 
     def right(self, at: Any) -> list[Int32]:
         """B: 8 rows, 8 columns."""
-        return [tf32(self.sL[self.b + at + i]) for i in (0, 4 * PITCH)]
+        return [word_of(self.sL[self.b + at + i]) for i in (0, PITCH)]
 
-    def put(self, at: Any, acc: cute.Tensor, *, negated: bool = False) -> None:
-        """C: 16 rows, 8 columns."""
-        for e, i in enumerate((0, 1, 8 * PITCH, 8 * PITCH + 1)):
-            self.sL[self.c + at + i] = -acc[e] if negated else acc[e]
+    def put(self, at: Any, acc: Any, of: Callable[[Float32], Float32]) -> None:
+        """C: 16 rows, 8 columns, each element through ``of``."""
+        for e, i in enumerate((0, 4, 8 * PITCH, 8 * PITCH + 4)):
+            self.sL[self.c + at + i] = of(acc[e])

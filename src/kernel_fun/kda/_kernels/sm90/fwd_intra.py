@@ -23,12 +23,15 @@ rstds [tokens, H]; total [NT, HV, 9 K]; tokens = B T. Value heads are innermost 
 
     tiles     64 tokens x 64 channels a pass, K / 64 passes     grid min(NT HV, resident)     threads 256
     warp b    tokens 8 b .. 8 b + 7, its block; a lane has two neighbouring channels of all 8
-    pass      norms as diagonals of mma.sync; raw words -> a, f, r;  operands over the block's own raw rows:
-              levels 1 and 2, then 4, each one product;  then q f_8 where q was, k f_8 where k was, k r_8 where g was
+    pass      norms as diagonals of mma.sync; raw words -> a, f, r;  level 1 from registers, as diagonals too;
+              operands over the block's own raw rows: levels 2 and 4 in one product, then q f_8 where q was,
+              k f_8 where k was, k r_8 where g was
     blocks    warps 0-3: the 8 x 8 block below each 16 x 16 diagonal;  4-7: P of every other pair, and total
               warps 0-5: 16 x 16 blocks of S, P times k r_8 in registers;  6, 7: 16 x 16 inverses
-    merges    16 -> 32 by warps 0-3 while TMA brings the next item and 4-7 store Aqk;  32 -> 64 by all
+    merges    16 -> 32 by warps 0-3 while TMA brings the next item and 4-7 store Aqk, the rstds and ask for
+              the next beta and dt_bias;  32 -> 64 by all
     barriers  TMA full; CTA: operands, diagonals and P, L, X_16, T, X_32
+    limit     words through shared memory: about 5100 of 128 bytes an item, three quarters of the clocks it takes
 
     smem      q, k, g         64 K each, in their dtypes, 128-byte swizzle
               L, then A       64 x 68 fp32
@@ -56,7 +59,19 @@ from kernel_fun._cute.compile import DTYPES, Program, jit, symbol, tensor
 from kernel_fun._cute.decay import GATES, LOG2E, NO_DECAY, Gate, exp2
 from kernel_fun._cute.pipe import thread_again
 from kernel_fun._cute.tile import ALIGN_BYTES, SMEM_BYTES, Tile, tma_parts
-from kernel_fun._cute.warp import load2, load4, matrices, mma, pack, product, select, store2, store4, unpack
+from kernel_fun._cute.warp import (
+    load2,
+    load4,
+    matrices,
+    mma,
+    mma_k8,
+    pack,
+    product,
+    select,
+    store2,
+    store4,
+    unpack,
+)
 from kernel_fun.kda._kernels.sm90 import overlap
 from kernel_fun.kda._kernels.sm90.chunk_inputs import facts_of
 from kernel_fun.kda._kernels.sm90.rows import Rows, flat, flattened, packed_rows, tma_rows
@@ -94,7 +109,10 @@ CTAS = 2
 
 
 class Place(IntEnum):
-    """What a CTA knows of an item: words in shared memory, written by the warp that fetches it."""
+    """What a CTA knows of an item: words in shared memory, written by the warp that fetches it.
+
+    Of three items: while one is worked on, the next is written, and warps may still read where the last one is.
+    """
 
     CHUNK = 0
     HV = 1
@@ -106,6 +124,7 @@ class Place(IntEnum):
 
 
 PLACE_WORDS = 8
+PLACES = 3
 TABLE_ROW_BYTES = 16
 
 
@@ -231,12 +250,12 @@ class KdaFwdIntraSm90:
             k: self.x_tile.field()
             g: self.g_tile.field()
             L: cute.struct.Align[cute.struct.MemRange[Float32, trisolve.SIZE * trisolve.PITCH], 128]
-            Aqk: cute.struct.Align[cute.struct.MemRange[self.io, BT * BT], 128]
+            Aqk: cute.struct.Align[cute.struct.MemRange[self.io, BT * BT], 1024]
             scales: cute.struct.Align[cute.struct.MemRange[Float32, 3 * BT], 128]
             D: cute.struct.Align[cute.struct.MemRange[Float32, WARPS * self.c.K], 128]
             between: cute.struct.Align[cute.struct.MemRange[Int32, self.c.between_words], 128]
             full: cute.struct.MemRange[Int64, 1]
-            place: cute.struct.MemRange[Int32, 2 * PLACE_WORDS + 1]
+            place: cute.struct.MemRange[Int32, PLACES * PLACE_WORDS + 1]
             beta: cute.struct.MemRange[Int32, BT]
             parameters: cute.struct.Align[cute.struct.MemRange[Float32, self.c.K + 1], 128]
 
@@ -297,7 +316,7 @@ class KdaFwdIntraSm90:
         if self.within(tid) == 0:
             cute.arch.mbarrier_init(full, 1)
             place = self.place
-            place[2 * PLACE_WORDS] = Int32(0)
+            place[PLACES * PLACE_WORDS] = Int32(0)
             cute.arch.mbarrier_init_fence()
         self.meet()
         self.divisors = by_HV, by_G, by_turn
@@ -309,10 +328,10 @@ class KdaFwdIntraSm90:
         items, step = mTotal.shape[0] * mTotal.shape[1], cute.arch.grid_dim()[0]
         if cutlass.const_expr(c.overlapped):
             step = c.teams * step
-        now = cute.make_rmem_tensor(1, Int32)
-        now[0] = Int32(0)
         if self.warp == SOLVERS:
-            self.fetch(self.first_item(tid), items, T, Int32(0), mTable, full)
+            self.locate(self.first_item(tid), items, T, Int32(0), mTable)
+            cute.arch.sync_warp()
+            self.fetch(Int32(0), full)
         if cutlass.const_expr(c.overlapped):
             mine = self.first_item(tid) + self.within(tid) * step
             for item in cutlass.range(mine, items, THREADS * step, unroll=1):
@@ -323,59 +342,59 @@ class KdaFwdIntraSm90:
         self.meet()
         self.keep(self.ask(Int32(0), mBeta, mA_log, mDt_bias))
         self.meet()
+        now = cute.make_rmem_tensor(4, Int32)
+        self.turn_to(Int32(0), now)
         for item in cutlass.range(self.first_item(tid), items, step, unroll=1):
-            self.lanes(
-                st, thread_again()
-            )  # what follows from the lane is made anew: no register holds it all along
-            here = now[0]
-            valid = self.place[here + Place.VALID]
+            # what follows from the lane is made anew after a barrier: no register holds it all along
+            here, valid, phase = (now[n] for n in range(3))
+            self.lanes(st, now[3])
+            then = select(here < (PLACES - 1) * PLACE_WORDS, here + PLACE_WORDS, Int32(0))
+            if self.warp == SOLVERS:
+                self.locate(item + step, items, T, then, mTable)
             if valid > 0:
-                cute.arch.mbarrier_wait(full, self.place[here + Place.PHASE])
-                self.blank(valid)
+                gate = self.gate(lower_bound)
+                self.settle_beta()
                 self.clear_diagonal()
-                acc = self.scores(lower_bound)
-                if self.lane < BC:
-                    row = BC * self.warp + self.lane
-                    rstd = self.scale_of_row(row, self.beta_value(self.beta[row]), scale, valid)
-                    if cutlass.const_expr(self.c.l2norm):
-                        if row < valid and self.place[here + Place.IN_GROUP] == 0:
-                            first, h = self.place[here + Place.FIRST], self.place[here + Place.H]
-                            mQ_rstd[first + row, h] = rstd[0]
-                            mK_rstd[first + row, h] = rstd[1]
-                self.meet()
-                self.lanes(st, thread_again())
-                self.put_block(acc)
+                cute.arch.mbarrier_wait(full, phase)
+                self.blank(valid)
+                acc, pair = self.scores(gate, scale, valid)
+                cute.arch.fence_view_async_shared()  # no more is written to the tiles before TMA does
+                self.all_meet(st)
+                self.put_block(acc, pair)
                 if self.warp < SOLVERS:
                     self.level_eight()
                 else:
                     chunk, hv = self.place[here + Place.CHUNK], self.place[here + Place.HV]
                     self.decays_between(mTotal[chunk, hv, None])
+                ahead = self.first_operands()
                 self.meet()
                 if self.warp < 6:
-                    self.blocks()
+                    self.blocks(ahead)
                 else:
                     trisolve.invert_blocks(self.L, self.warp - 6, self.lane)
-                cute.arch.fence_view_async_shared()  # the tiles go back to TMA
-            self.meet()
-            self.lanes(st, thread_again())
-            now[0] = here ^ PLACE_WORDS
+            self.all_meet(st)
             if self.warp == SOLVERS:
-                self.fetch(item + step, items, T, now[0], mTable, full)
+                self.fetch(then, full)
+            asked = self.ask(then, mBeta, mA_log, mDt_bias)
             if valid > 0:
                 if self.warp < SOLVERS:
                     trisolve.merge_16(self.L, self.warp, self.lane)
                 else:
                     self.store_Aqk(mAqk, here, valid)
-            self.meet()
-            asked = self.ask(now[0], mBeta, mA_log, mDt_bias)
-            if valid > 0:
-                trisolve.multiply_32(self.L, self.warp, self.lane)
+                    if cutlass.const_expr(self.c.l2norm):
+                        self.store_rstds(mQ_rstd, mK_rstd, here, valid)
+                rows = trisolve.rows_of_L(self.L, self.warp, self.lane)
                 self.meet()
-                trisolve.merge_32(self.L, self.warp, self.lane)
+                trisolve.multiply_32(self.L, self.warp, self.lane, rows)
+                rows = trisolve.rows_of_X(self.L, self.warp, self.lane)
+                self.meet()
+                trisolve.merge_32(self.L, self.warp, self.lane, rows)
             self.keep(asked)
+            to, step_A = self.rows_of_A(mA, here)
             self.meet()
+            self.turn_to(then, now)
             if valid > 0:
-                self.store_A(mA, here, valid)
+                self.store_A(to, step_A, valid)
                 if cutlass.const_expr(c.overlapped):
                     self.meet()
                     if self.warp == WARPS - 1:
@@ -417,15 +436,26 @@ class KdaFwdIntraSm90:
         else:
             cute.arch.sync_threads()
 
+    def turn_to(self, here: Int32, now: cute.Tensor) -> None:
+        """The item that comes: its place, valid tokens and phase; and this thread."""
+        for n, x in enumerate(
+            (here, self.place[here + Place.VALID], self.place[here + Place.PHASE], thread_again())
+        ):
+            now[n] = x
+
+    def all_meet(self, st: Any) -> None:
+        """A barrier, and the lane anew: its latency passes while others come."""
+        tid = thread_again()
+        self.meet()
+        self.lanes(st, tid)
+
     @cute.jit
-    def fetch(
-        self, item: Int32, items: Int32, T: Int32, here: Int32, mTable: cute.Tensor | None, full: cute.Pointer
-    ):
-        """Where an item is, to ``here``, and its tiles by TMA. No valid token past the last item."""
+    def locate(self, item: Int32, items: Int32, T: Int32, here: Int32, mTable: cute.Tensor | None):
+        """Where an item is, to ``here``. No valid token past the last item."""
         by_HV, by_G, by_turn = self.divisors
         place = self.place
         if self.warp == SOLVERS:
-            valid, phase = Int32(0), place[2 * PLACE_WORDS]
+            valid, phase = Int32(0), place[PLACES * PLACE_WORDS]
             cute.arch.sync_warp()
             if item < items:
                 chunk, hv = divmod(item, by_HV)
@@ -444,37 +474,54 @@ class KdaFwdIntraSm90:
                 for n, x in zip(names, known, strict=True):
                     place[here + n] = Int32(x)
                 if valid > 0:
-                    place[2 * PLACE_WORDS] = phase ^ 1
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(full, self.c.tile_bytes())
-                    for n in cutlass.range_constexpr(3):
-                        tma, mX, tile, field = self.inputs[n]
-                        rows = cute.domain_offset((first, 0), mX[None, None, hv if n == 2 else h])
-                        tXsX, tXgX = tma_parts(
-                            tma, cute.local_tile(rows, tile.shape, (0, None)), tile.view(field)
-                        )
-                        for p in cutlass.range_constexpr(self.c.passes):
-                            cute.copy(tma, tXgX[None, p], tXsX[None, p], tma_bar_ptr=full)
+                    place[PLACES * PLACE_WORDS] = phase ^ 1
+                    for tma, _, tXgX in self.tiles_at(first, h, hv):
+                        cute.prefetch(tma, tXgX)
             place[here + Place.VALID] = valid
+
+    @cute.jit
+    def fetch(self, here: Int32, full: cute.Pointer):
+        """The tiles of the item whose place is ``here``, by TMA."""
+        place = self.place
+        if place[here + Place.VALID] > 0:
+            first, h, hv = (place[here + n] for n in (Place.FIRST, Place.H, Place.HV))
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full, self.c.tile_bytes())
+            for tma, tXsX, tXgX in self.tiles_at(first, h, hv):
+                for p in cutlass.range_constexpr(self.c.passes):
+                    cute.copy(tma, tXgX[None, p], tXsX[None, p], tma_bar_ptr=full)
+
+    def tiles_at(
+        self, first: Int32, h: Int32, hv: Int32
+    ) -> list[tuple[cute.CopyAtom, cute.Tensor, cute.Tensor]]:
+        """Of q, k and g: a copy, where it goes and what it reads."""
+        found = []
+        for (tma, mX, tile, field), head in zip(self.inputs, (h, h, hv), strict=True):
+            rows = cute.domain_offset((first, 0), mX[None, None, head])
+            found.append(
+                (tma, *tma_parts(tma, cute.local_tile(rows, tile.shape, (0, None)), tile.view(field)))
+            )
+        return found
 
     @cute.jit
     def ask(
         self, here: Int32, mBeta: cute.Tensor, mA_log: cute.Tensor | None, mDt_bias: cute.Tensor | None
     ) -> tuple[Int32, Float32, Float32]:
-        """beta of the lane's row of an item, as it is in memory, and of the thread's channel dt_bias; A_log."""
-        tid = 32 * self.warp + self.lane
+        """beta of a row of an item, as it is in memory, and dt_bias of a channel, a thread of the last warps; A_log."""
+        thread = 32 * (self.warp - SOLVERS) + self.lane
         word, bias, A_log = Int32(0), Float32(0.0), Float32(0.0)
-        valid = self.place[here + Place.VALID]
-        if valid > 0:
-            hv = self.place[here + Place.HV]
-            kind = Int32 if cutlass.const_expr(self.c.beta == "float32") else Int16
-            raw = cute.make_tensor(cute.recast_ptr(mBeta.iterator, dtype=kind), mBeta.layout)
-            row = cutlass.min(BC * self.warp + (self.lane & 7), valid - 1)
-            word = Int32(raw[self.place[here + Place.FIRST] + row, hv])
-            if cutlass.const_expr(self.c.has_dt_bias):
-                bias = mDt_bias[hv * self.c.K + (tid & (self.c.K - 1))]
-            if cutlass.const_expr(self.c.has_A_log):
-                A_log = mA_log[hv]
+        if self.warp >= SOLVERS:
+            valid = self.place[here + Place.VALID]
+            if valid > 0:
+                hv = self.place[here + Place.HV]
+                kind = Int32 if cutlass.const_expr(self.c.beta == "float32") else Int16
+                raw = cute.make_tensor(cute.recast_ptr(mBeta.iterator, dtype=kind), mBeta.layout)
+                row = cutlass.min(thread & (BT - 1), valid - 1)
+                word = Int32(raw[self.place[here + Place.FIRST] + row, hv])
+                if cutlass.const_expr(self.c.has_dt_bias):
+                    bias = mDt_bias[hv * self.c.K + (thread & (self.c.K - 1))]
+                if cutlass.const_expr(self.c.has_A_log):
+                    A_log = mA_log[hv]
         return word, bias, A_log
 
     @cute.jit
@@ -482,35 +529,48 @@ class KdaFwdIntraSm90:
         """What was asked for, to where the passes find it."""
         word, bias, A_log = asked
         beta, parameters = self.beta, self.parameters
-        tid = 32 * self.warp + self.lane
-        if self.lane < BC:
-            beta[BC * self.warp + self.lane] = word
-        if cutlass.const_expr(self.c.has_dt_bias):
-            if tid < self.c.K:
-                parameters[tid] = bias
-        if cutlass.const_expr(self.c.has_A_log):
-            if tid == 0:
-                parameters[self.c.K] = A_log
+        thread = 32 * (self.warp - SOLVERS) + self.lane
+        if self.warp >= SOLVERS:
+            if thread < BT:
+                beta[thread] = word
+            if cutlass.const_expr(self.c.has_dt_bias):
+                if thread < self.c.K:
+                    parameters[thread] = bias
+            if cutlass.const_expr(self.c.has_A_log):
+                if thread == 0:
+                    parameters[self.c.K] = A_log
 
-    def beta_value(self, word: Int32) -> Float32:
-        """beta as fp32."""
-        return (
+    def gate(self, lower_bound: Float32) -> Gate:
+        """The gate of the item's value head."""
+        A_log = self.parameters[self.c.K] if self.c.has_A_log else None
+        return Gate.of_head(self.c.gate, A_log, lower_bound)
+
+    def settle_beta(self) -> None:
+        """beta of the warp's rows, from what is in memory to its fp32 value."""
+        beta, row = self.beta, BC * self.warp + (self.lane & 7)
+        word = beta[row]
+        x = (
             as_float(word)
             if self.c.beta == "float32"
             else unpack(word, getattr(cutlass, DTYPES[self.c.beta]))[0]
         )
+        if self.c.beta_mode != "raw":
+            top = 2.0 if self.c.beta_mode == "sigmoid2" else 1.0
+            x = top * cute.arch.rcp_approx(exp2(x * -LOG2E) + 1.0)
+        cute.arch.sync_warp()
+        beta[row] = bits_of(x)
 
     @cute.jit
-    def scores(self, lower_bound: Float32):
+    def scores(self, gate: cutlass.Constexpr[Any], scale: Float32, valid: Int32):
         """Levels 1, 2 and 4 of Aqk and L, which stay in registers, and the operands of all wider blocks."""
-        A_log = self.parameters[self.c.K] if cutlass.const_expr(self.c.has_A_log) else None
-        gate = Gate.of_head(self.c.gate, A_log, lower_bound)
-        acc = cute.make_rmem_tensor(9, Float32)  # six of the levels, three norms
+        acc = cute.make_rmem_tensor(4 + 3 + BC, Float32)  # levels 2 and 4, three norms, traces of level 1
         acc.fill(0.0)
-        for p in cutlass.range(self.c.passes, unroll=1):
+        for p in cutlass.range_constexpr(self.c.passes):
             self.one_pass(p, gate, acc)
-        self.put_norms(acc)
-        return acc
+        self.put_sums(acc)
+        pair = self.sum_of_traces()
+        self.scale_of_row(scale, valid)
+        return acc, pair
 
     def lanes(self, st: Any, tid: Int32) -> None:
         """Views of shared memory and a thread's position."""
@@ -525,7 +585,7 @@ class KdaFwdIntraSm90:
         self.D = st.D.get_tensor(cute.make_layout(WARPS * c.K))
         self.beta = words_of(st.beta, BT)
         self.parameters = st.parameters.get_tensor(cute.make_layout(self.c.K + 1))
-        self.place = words_of(st.place, 2 * PLACE_WORDS + 1)
+        self.place = words_of(st.place, PLACES * PLACE_WORDS + 1)
         self.between = words_of(st.between, c.between_words)
         self.Aqk_words = words_of(st.Aqk, BT * ROW_WORDS)
         self.Aqk_values = st.Aqk.get_tensor(cute.make_layout(BT * BT))
@@ -556,7 +616,7 @@ class KdaFwdIntraSm90:
         return bits_of(x) if self.c.g == "float32" else pack(x, x, self.g_tile.dtype)
 
     def norms(self, slot: Int32, acc: cute.Tensor) -> None:
-        """q.k, q.q and k.k of the warp's rows over the channels of a pass, added to acc[6:9].
+        """q.k, q.q and k.k of the warp's rows over the channels of a pass, added to acc[4:7].
 
         The diagonals of [q; k] k^T and [q; k] q^T: lane (r, t) has that of row r if t = r / 2.
         """
@@ -570,42 +630,72 @@ class KdaFwdIntraSm90:
         sums.fill(0.0)
         for j in range(PASS // 16):
             x = matrices(at ^ (32 * j))
-            mma(sums, 0, x, x[1::2], self.io)
-            if self.c.l2norm:
-                mma(sums, 4, x, x[0::2], self.io)
-        odd = (self.r & 1) == 1
-        for n, e in enumerate((0, 4, 2), 6):
-            acc[n] = acc[n] + select(odd, sums[e + 1], sums[e])
+            for half in (x[:2], x[2:]):  # eight channels of q and of k
+                mma_k8(sums, 0, half, half[1], self.io)
+                if self.c.l2norm:
+                    mma_k8(sums, 4, half, half[0], self.io)
+        for n, e in enumerate((0, 4, 2), 4):
+            acc[n] = acc[n] + self.diagonal(sums, e)
+
+    def diagonal(self, sums: cute.Tensor, e: int) -> Float32:
+        """Element (r, r) of the 8 x 8 product whose first row of fragments is sums[e : e + 2], if t = r / 2."""
+        return select((self.r & 1) == 1, sums[e + 1], sums[e])
 
     @cute.jit
-    def put_norms(self, acc: cute.Tensor):
-        """The sums of :meth:`norms` to where their scales will stand."""
+    def put_sums(self, acc: cute.Tensor):
+        """The sums of :meth:`norms` to where their scales will stand, and the diagonals of :meth:`level_one`.
+
+        The latter to words of the warp's rows of Aqk that are above the diagonal, or not yet written.
+        """
         scales = self.scales
         if (self.r >> 1) == self.t:
             for n in cutlass.range_constexpr(3):
-                scales[n * BT + BC * self.warp + self.r] = acc[6 + n]
+                scales[n * BT + BC * self.warp + self.r] = acc[4 + n]
+            for half in cutlass.range_constexpr(2):
+                words = [bits_of(acc[7 + BC // 2 * half + n]) for n in range(4)]
+                store4(self.traces_at(half) ^ (self.r * (4 * ROW_WORDS + 16)), words)
         cute.arch.sync_warp()
 
-    def scale_of_row(
-        self, row: Int32, beta: Float32, scale: Float32, valid: Int32
-    ) -> tuple[Float32, Float32]:
-        """Factors of row and column ``row`` in place of its sums, and Aqk[row, row]; returns the rstds."""
-        scales, exists = self.scales, row < valid
+    def traces_at(self, half: Any) -> Int32:
+        """Where four sums of the first row of the warp's block are: unit u of row i stands at u ^ i."""
+        return (
+            self.Aqk_words.iterator.toint()
+            + self.warp * (4 * SLOT_WORDS)
+            + 16 * (((self.warp & 6) ^ 2) + half)
+        )
+
+    def sum_of_traces(self) -> Float32:
+        """Of level 1, S_q of the warp's token pair ``lane & 7`` or, from 4 on, S_k of pair ``(lane & 7) - 4``."""
+        at = self.traces_at((self.lane >> 2) & 1) + 4 * (self.lane & 3)
+        return pairwise([as_float(word_at(at ^ (i * (4 * ROW_WORDS + 16)), 0)) for i in range(BC)])
+
+    def scale_of_row(self, scale: Float32, valid: Int32) -> None:
+        """Factors of row and column ``row`` in place of its sums, Aqk[row, row], and q_rstd in the place of beta."""
+        scales, row = self.scales, BC * self.warp + (self.lane & 7)
+        exists = row < valid
+        beta = as_float(self.beta[row])
         qk, qq, kk = (scales[n * BT + row] for n in range(3))
         if self.c.l2norm:
             q_rstd, k_rstd = (cute.math.rsqrt(x + EPS) for x in (qq, kk))
         else:
             q_rstd, k_rstd = Float32(1.0), Float32(1.0)
-        if self.c.beta_mode != "raw":
-            top = 2.0 if self.c.beta_mode == "sigmoid2" else 1.0
-            beta = top * cute.arch.rcp_approx(exp2(beta * -LOG2E) + 1.0)
         of_q, of_k, column = (
             select(exists, x, Float32(0.0)) for x in (scale * q_rstd, beta * k_rstd, k_rstd)
         )
+        cute.arch.sync_warp()
         for n, x in enumerate((of_q, of_k, column)):
             scales[n * BT + row] = x
+        self.beta[row] = bits_of(q_rstd)
         self.Aqk_values[2 * self.Aqk_word(row, row) + (row & 1)] = (qk * of_q * column).to(self.io)
-        return q_rstd, k_rstd
+
+    @cute.jit
+    def store_rstds(self, mQ_rstd: cute.Tensor, mK_rstd: cute.Tensor, here: Int32, valid: Int32):
+        """Norms of the rows that are tokens, by the last two warps, once a head of q."""
+        row = 32 * (self.warp - (WARPS - 2)) + self.lane
+        if row >= 0 and row < valid and self.place[here + Place.IN_GROUP] == 0:
+            first, h = self.place[here + Place.FIRST], self.place[here + Place.H]
+            mQ_rstd[first + row, h] = as_float(self.beta[row])
+            mK_rstd[first + row, h] = self.scales[2 * BT + row]
 
     @cute.jit
     def one_pass(
@@ -623,17 +713,18 @@ class KdaFwdIntraSm90:
             else None
         )
         self.norms(slot, acc)
-        # word of channels 2 lane, 2 lane + 1 in row i: 16-byte unit u of a row stands at u ^ i
-        self.row = [slot + i * ROW_WORDS + (self.lane ^ (4 * i)) for i in range(BC)]
+        # address of channels 2 lane, 2 lane + 1 in row i: 16-byte unit u of a row stands at u ^ i
+        first = self.at + 4 * (slot + self.lane)
+        self.row = [first ^ (i * (4 * ROW_WORDS + 16)) for i in range(BC)]
         a = []
         for i in cutlass.range_constexpr(BC):
             x = self.raw_gate(p, i)
             a.append([gate.decay(x[e] + bias[e] if c.has_dt_bias else x[e]) for e in range(2)])
         columns = [scan.start([x[e] for x in a]) for e in range(2)]
-        q, k = ([self.words[x + n * c.k_words] for x in self.row] for n in range(2))
+        q, k = ([word_at(x, 4 * n * c.k_words) for x in self.row] for n in range(2))
         cute.arch.sync_warp()  # every raw word of the slots has been read
-        self.levels_one_and_two(slot, columns, q, k, acc)
-        self.level_four(slot, columns, q, k, acc)
+        self.level_one(columns, q, k, acc)
+        self.levels_two_and_four(slot, columns, q, k, acc)
         for f, r in columns:
             scan.double(f, r, 4)
         for i in cutlass.range_constexpr(BC):
@@ -644,21 +735,38 @@ class KdaFwdIntraSm90:
         D = [bits_of(f[BC - 1]) for f, _ in columns]
         store2(self.D.iterator.toint() + 4 * (block * c.K + p * PASS + 2 * self.lane), D)
 
-    def levels_one_and_two(
+    def level_one(self, columns: Any, q: list[Any], k: list[Any], acc: cute.Tensor) -> None:
+        """q f and k f of each odd token times k of the one before, to acc[7:11] and acc[11:15].
+
+        A lane's word of a token is an element of an operand of eight groups of eight channels, one a row or a
+        column: their own products stand on the diagonal, and its sum over the lanes is the token's.
+        """
+        for n, (i, j) in enumerate(zip(scan.right_half(1, BC), scan.left_half(1, BC), strict=True)):
+            f = self.factor(columns, 0, i)
+            sums = cute.make_rmem_tensor(4, Float32)
+            sums.fill(0.0)
+            mma_k8(sums, 0, (self.times(q[i], f), self.times(k[i], f)), k[j], self.io)
+            for half in range(2):
+                at = 7 + BC // 2 * half + n
+                acc[at] = acc[at] + self.diagonal(sums, 2 * half)
+
+    def levels_two_and_four(
         self, slot: Int32, columns: Any, q: list[Any], k: list[Any], acc: cute.Tensor
     ) -> None:
-        """[q f; k f] of the right tokens times k r of the left ones, to acc[:4]. Level 1 is rows 0-3, level 2 4-7."""
+        """One product: rows 0-7 and columns 0-3 are level 2, rows 8-15 and columns 4-7 level 4, to acc[:4].
+
+        Of each level's rows four are q f and four k f of its right tokens; the columns are k r of its left tokens.
+        """
         c = self.c
-        for n, s in enumerate((1, 2)):
-            if s > 1:
-                for f, r in columns:
-                    scan.double(f, r, s // 2)
+        for n, s in enumerate((2, 4)):
+            for f, r in columns:
+                scan.double(f, r, s // 2)
             tokens = zip(scan.right_half(s, BC), scan.left_half(s, BC), strict=True)
-            for row, (i, j) in enumerate(tokens, 4 * n):
+            for row, (i, j) in enumerate(tokens):
                 f = self.factor(columns, 0, i)
-                self.put(row, 0, self.times(q[i], f))
-                self.put(row, c.k_words, self.times(k[i], f))
-                self.put(row, c.g_words, self.times(k[j], self.factor(columns, 1, j)))
+                self.put(row, n * c.k_words, self.times(q[i], f))
+                self.put(BC // 2 + row, n * c.k_words, self.times(k[i], f))
+                self.put(BC // 2 * n + row, c.g_words, self.times(k[j], self.factor(columns, 1, j)))
         cute.arch.sync_warp()
         m = self.lane >> 3
         a_at = self.at + 4 * slot + (m & 1) * (4 * c.k_words) + row_of_matrix(self.lane, m >> 1)
@@ -667,29 +775,6 @@ class KdaFwdIntraSm90:
             b = matrices(b_at ^ (64 * j))
             for half in range(2):
                 mma(acc, 0, matrices(a_at ^ (64 * j + 32 * half)), b[2 * half : 2 * half + 2], self.io)
-        cute.arch.sync_warp()
-
-    def level_four(self, slot: Int32, columns: Any, q: list[Any], k: list[Any], acc: cute.Tensor) -> None:
-        """Rows 0-3 q f and 4-7 k f of the right tokens times k r of the left ones, to acc[4:6]."""
-        c = self.c
-        for f, r in columns:
-            scan.double(f, r, 2)
-        for n in range(4):
-            f = self.factor(columns, 0, 4 + n)
-            self.put(n, 0, self.times(q[4 + n], f))
-            self.put(4 + n, 0, self.times(k[4 + n], f))
-            self.put(n, c.k_words, self.times(k[n], self.factor(columns, 1, n)))
-        cute.arch.sync_warp()
-        a_at = self.at + 4 * slot + row_of_matrix(self.lane, self.lane >> 3)
-        sums = cute.make_rmem_tensor(4, Float32)  # rows 8-15 repeat rows 0-7
-        sums.fill(0.0)
-        for j in range(PASS // 32):
-            a, b = (matrices((a_at + n * 4 * c.k_words) ^ (64 * j)) for n in range(2))
-            for half in range(2):
-                x, y = a[2 * half : 2 * half + 2]
-                mma(sums, 0, (x, x, y, y), b[2 * half : 2 * half + 2], self.io)
-        for e in range(2):
-            acc[4 + e] = acc[4 + e] + sums[e]
         cute.arch.sync_warp()
 
     def factor(self, columns: Any, n: int, i: int) -> Any:
@@ -703,12 +788,12 @@ class KdaFwdIntraSm90:
 
     def put(self, row: int, tile: int, word: Any) -> None:
         """A word of a row of the warp's slot, ``tile`` words from that of q."""
-        self.words[self.row[row] + tile] = word
+        put_word(self.row[row], 4 * tile, word)
 
     def raw_gate(self, p: Int32, i: int) -> tuple[Float32, Float32]:
         """g of the lane's two channels and token i of the warp's block, as fp32."""
         if self.c.g != "float32":
-            return unpack(self.words[self.row[i] + self.c.g_words], self.g_tile.dtype)
+            return unpack(word_at(self.row[i], 4 * self.c.g_words), self.g_tile.dtype)
         # a row is 32 channels: the first 32 of the pass for every token, then the others
         column = (2 * (self.lane & 15)) ^ (4 * i)
         at = (2 * p + (self.lane >> 4)) * HALF_WORDS + self.warp * SLOT_WORDS + column
@@ -716,33 +801,26 @@ class KdaFwdIntraSm90:
         return as_float(self.words[at]), as_float(self.words[at + 1])
 
     @cute.jit
-    def put_block(self, acc: cute.Tensor):
-        """The warp's own 8 x 8 block of Aqk and L."""
+    def put_block(self, acc: cute.Tensor, pair: Float32):
+        """The warp's own 8 x 8 block of Aqk and L: level 1 by eight lanes, a pair of tokens each; 2 and 4 by all."""
         first, scales = BC * self.warp, self.scales
         sL, values = self.L, self.Aqk_values
-        r, t = self.r, self.t
-        if (r >> 1) == t:
-            if r < 4:
-                j = first + 2 * r
-                x, y = select((r & 1) == 1, acc[1], acc[0]), select((r & 1) == 1, acc[3], acc[2])
-                column = scales[2 * BT + j]
-                values[2 * self.Aqk_word(j + 1, j)] = (x * (scales[j + 1] * column)).to(self.io)
-                sL[(j + 1) * trisolve.PITCH + j] = y * (scales[BT + j + 1] * column)
+        odd = first + 2 * (self.lane & 3) + 1
+        pair = pair * (scales[select(self.lane < BC // 2, odd, BT + odd)] * scales[2 * BT + odd - 1])
+        wide, is_q, n, column = self.t >= 2, self.r < BC // 2, self.r & 3, 2 * (self.t & 1)
+        i = first + select(wide, 4 + n, 2 + 2 * column + (n & 1))
+        j = first + select(wide, column, 2 * column)
+        x, y = (select(wide, acc[2 + e], acc[e]) for e in range(2))
+        row, columns = scales[select(is_q, i, BT + i)], self.column_scales(j)
+        if self.lane < BC // 2:
+            values[2 * self.Aqk_word(odd, odd - 1)] = pair.to(self.io)
+        elif self.lane < BC:
+            sL[odd * trisolve.PITCH + trisolve.place(odd - 1)] = pair
+        if wide or (n >> 1) == self.t:
+            if is_q:
+                self.put_q(i, j, x, y, row, columns)
             else:
-                self.put_pair(acc, 0, first + 2 * r - 6 - (r & 1), first + 4 * (t - 2))
-        if t < 2:
-            i, j = first + 4 + (r & 3), first + 2 * t
-            columns = self.column_scales(j)
-            if r < 4:
-                self.put_q(i, j, acc[4], acc[5], scales[i], columns)
-            else:
-                self.put_k(i, j, acc[4], acc[5], scales[BT + i], columns)
-
-    def put_pair(self, acc: cute.Tensor, at: int, i: Int32, j: Int32) -> None:
-        """Elements (i, j), (i, j + 1) of Aqk and L from those of S_q, acc[at : at + 2], and S_k."""
-        columns = self.column_scales(j)
-        self.put_q(i, j, acc[at], acc[at + 1], self.scales[i], columns)
-        self.put_k(i, j, acc[at + 2], acc[at + 3], self.scales[BT + i], columns)
+                self.put_k(i, j, x, y, row, columns)
 
     def Aqk_word(self, i: Int32, j: Int32) -> Int32:
         """Word of elements (i, j), (i, j + 1) of Aqk, j even: unit u of row i stands at u ^ (i mod 8)."""
@@ -755,10 +833,13 @@ class KdaFwdIntraSm90:
         """Elements (i, j), (i, j + 1) of Aqk from those of S_q; j is even."""
         self.Aqk_words[self.Aqk_word(i, j)] = pack(x * (row * columns[0]), y * (row * columns[1]), self.io)
 
-    def put_k(self, i: Int32, j: Int32, x: Float32, y: Float32, row: Float32, columns: Any) -> None:
-        """Elements (i, j), (i, j + 1) of L from those of S_k; j is even."""
-        pair = [bits_of(x * (row * columns[0])), bits_of(y * (row * columns[1]))]
-        store2(self.L.iterator.toint() + 4 * (i * trisolve.PITCH + j), pair)
+    def put_k(
+        self, i: Int32, j: Int32, x: Float32, y: Float32, row: Float32, columns: Any, *, far: bool = False
+    ) -> None:
+        """Elements (i, j), (i, j + 1) of L from those of S_k; j is even. ``far``: outside the 16 x 16 blocks."""
+        at = i * trisolve.PITCH + trisolve.place(j)
+        for n, z in enumerate((x * (row * columns[0]), y * (row * columns[1]))):
+            self.L[at + trisolve.place(n)] = trisolve.rounded(z) if far else z
 
     @cute.jit
     def level_eight(self):
@@ -766,16 +847,19 @@ class KdaFwdIntraSm90:
         acc = cute.make_rmem_tensor(8, Float32)
         acc.fill(0.0)
         right = self.warp * 2 + 1
+        i, j = BC * right + self.r, BC * (right - 1) + 2 * self.t
+        rows, columns = [self.scales[n * BT + i] for n in range(2)], self.column_scales(j)
         a_at, b_at = self.rows_of(right), self.columns_of(right - 1)
         for p in cutlass.range_constexpr(self.c.passes):
-            for j in cutlass.range_constexpr(PASS // 32):
-                b = matrices((b_at + 4 * HALF_WORDS * p) ^ (64 * j))
+            for step in cutlass.range_constexpr(PASS // 32):
+                b = matrices((b_at ^ (64 * step)) + 4 * HALF_WORDS * p)
                 for half in cutlass.range_constexpr(2):
-                    a = matrices((a_at + 4 * HALF_WORDS * p) ^ (64 * j + 32 * half))
+                    a = matrices((a_at ^ (64 * step + 32 * half)) + 4 * HALF_WORDS * p)
                     mma(acc, 4 * half, a, b[2 * half : 2 * half + 2], self.io)
         for e in cutlass.range_constexpr(4):
             acc[e] = acc[e] + acc[4 + e]
-        self.put_pair(acc, 0, BC * right + self.r, BC * (right - 1) + 2 * self.t)
+        self.put_q(i, j, acc[0], acc[1], rows[0], columns)
+        self.put_k(i, j, acc[2], acc[3], rows[1], columns)
 
     def rows_of(self, block: Int32) -> Int32:
         """Address for ldmatrix of an A operand: q f of a block's tokens, then k f, 16 channels."""
@@ -826,77 +910,103 @@ class KdaFwdIntraSm90:
                     x = [y * d for y, d in zip(x, D[b], strict=True)]
                 put_global(to, [bits_of(y) for y in x])
 
-    @cute.jit
-    def blocks(self):
-        """Blocks (I, J), J < I, beyond the 16 x 16 ones, two by two a warp: see :func:`place_of`."""
-        c, w = self.c, self.warp
-        below, far = w >= 1, w >= 3
+    def blocks_of_warp(self) -> tuple[Int32, Int32]:
+        """The first of two blocks I and of two blocks J of a warp: see :func:`place_of`."""
+        below, far = self.warp >= 1, self.warp >= 3
         top = select(far, Int32(6), select(below, Int32(4), Int32(2)))
-        left = 2 * (w - select(far, Int32(3), select(below, Int32(1), Int32(0))))
+        return top, 2 * (self.warp - select(far, Int32(3), select(below, Int32(1), Int32(0))))
+
+    def first_operands(self) -> Any:
+        """What :meth:`blocks` begins with of operands that the passes wrote."""
+        top, left = self.blocks_of_warp()
+        return self.block_operands(self.rows_of(top), self.columns_of(left), 0, 0)
+
+    @cute.jit
+    def blocks(self, operands: cutlass.Constexpr[Any]):
+        """Blocks (I, J), J < I, beyond the 16 x 16 ones, two by two a warp."""
+        c, w = self.c, self.warp
+        top, left = self.blocks_of_warp()
         acc = cute.make_rmem_tensor(16, Float32)
         acc.fill(0.0)
         a_at, b_at = self.rows_of(top), self.columns_of(left)
         f_at = self.between.iterator.toint() + w * (4 * 2 * c.K) + 16 * self.t
+        columns = [self.column_scales(BC * (left + n) + 2 * self.t) for n in range(2)]
+        rows = [[self.scales[m * BT + BC * (top + n) + self.r] for m in range(2)] for n in range(2)]
         steps = [(p, j) for p in range(c.passes) for j in range(PASS // 32)]
-        ahead = self.block_operands(a_at, b_at, f_at, *steps[0])
+        ahead = *operands, self.block_decays(f_at, *steps[0])
         for i in cutlass.range_constexpr(len(steps)):
             a, b, f = ahead
             if cutlass.const_expr(i + 1 < len(steps)):
-                ahead = self.block_operands(a_at, b_at, f_at, *steps[i + 1])
+                ahead = (
+                    *self.block_operands(a_at, b_at, *steps[i + 1]),
+                    self.block_decays(f_at, *steps[i + 1]),
+                )
             for n in cutlass.range_constexpr(4):
                 y = [product(x, bits_of(z), self.io) for x, z in zip(b[n & 1], f[n], strict=True)]
                 for half in cutlass.range_constexpr(2):
                     mma(acc, 4 * n, a[n >> 1][half], y[2 * half : 2 * half + 2], self.io)
-        columns = [self.column_scales(BC * (left + n) + 2 * self.t) for n in range(2)]
         for n in cutlass.range_constexpr(4):
             i, j = BC * (top + (n >> 1)) + self.r, BC * (left + (n & 1)) + 2 * self.t
-            self.put_q(i, j, acc[4 * n], acc[4 * n + 1], self.scales[i], columns[n & 1])
-            self.put_k(i, j, acc[4 * n + 2], acc[4 * n + 3], self.scales[BT + i], columns[n & 1])
+            self.put_q(i, j, acc[4 * n], acc[4 * n + 1], rows[n >> 1][0], columns[n & 1])
+            self.put_k(i, j, acc[4 * n + 2], acc[4 * n + 3], rows[n >> 1][1], columns[n & 1], far=True)
 
-    def block_operands(self, a_at: Int32, b_at: Int32, f_at: Int32, p: int, j: int) -> Any:
-        """Of 32 channels: A of two blocks, B of two, and the decays between them."""
+    def block_operands(self, a_at: Int32, b_at: Int32, p: int, j: int) -> tuple[Any, Any]:
+        """Of 32 channels: A of two blocks and B of two."""
         at, slot = 4 * HALF_WORDS * p, 4 * SLOT_WORDS
-        a = [[matrices((a_at + slot * n + at) ^ (64 * j + 32 * half)) for half in range(2)] for n in range(2)]
-        b = [matrices((b_at + slot * n + at) ^ (64 * j)) for n in range(2)]
-        f = [load4(f_at + p * (2 * PASS) + n * (2 * self.c.K) + 64 * j) for n in range(4)]
-        return a, b, f
+        a = [
+            [matrices((a_at ^ (64 * j + 32 * half)) + (slot * n + at)) for half in range(2)] for n in range(2)
+        ]
+        b = [matrices((b_at ^ (64 * j)) + (slot * n + at)) for n in range(2)]
+        return a, b
+
+    def block_decays(self, f_at: Int32, p: int, j: int) -> Any:
+        """Of 32 channels: the decays between two blocks and two."""
+        return [load4(f_at + p * (2 * PASS) + n * (2 * self.c.K) + 64 * j) for n in range(4)]
+
+    def unit_of_A(self) -> tuple[Int32, Int32]:
+        """Row and unit of eight columns of A a thread stores; eight lanes that read together: four units, two rows."""
+        row = 4 * self.warp + ((self.lane >> 2) & 1) + 2 * (self.lane >> 4)
+        return row, (self.lane & 3) + 4 * ((self.lane >> 3) & 1)
+
+    def rows_of_A(self, mA: cute.Tensor, here: Int32) -> tuple[Int64, Int64]:
+        """Where :meth:`store_A` begins, and how far 32 rows are."""
+        row, unit = self.unit_of_A()
+        return self.rows_from(mA, here, row, 16 * unit, 32)
 
     @cute.jit
-    def store_A(self, mA: cute.Tensor, here: Int32, valid: Int32):
-        """Rows of A that are tokens: four columns a thread in every sixteenth row."""
-        row, unit = 2 * self.warp + (self.lane >> 4), self.lane & 15
-        J = unit >> 2
-        to, step = self.rows_from(mA, here, row, 8 * unit)
-        from_ = self.L.iterator.toint() + 4 * (row * trisolve.PITCH + 4 * unit)
-        for I in cutlass.range_constexpr(BT // 16):
-            if 16 * I + row < valid:
-                at = from_ + 4 * 16 * I * trisolve.PITCH
-                if cutlass.const_expr(I % 2 == 1):
-                    at = at + select(J == I - 1, Int32(4 * trisolve.shift(I, I - 1)), Int32(0))
-                x = load4(at)
-                words = [pack(x[2 * e], x[2 * e + 1], self.io) for e in range(2)]
-                if cutlass.const_expr(I < 3):
-                    words = [select(J <= I, w, Int32(0)) for w in words]
-                put_global(to + I * step, words)
+    def store_A(self, to: Int64, step: Int64, valid: Int32):
+        """Rows of A that are tokens: eight columns a thread in every 32nd row."""
+        row, unit = self.unit_of_A()
+        J, odd = unit >> 1, self.warp >> 2
+        at = self.L.iterator.toint() + 4 * (row * trisolve.PITCH + 8 * unit)
+        found = []
+        for n in cutlass.range_constexpr(2):
+            moved = select((J == 2 * n) & (odd == 1), Int32(4 * trisolve.shift(1, 0)), Int32(0))
+            x, y = (load4(at + 4 * 32 * n * trisolve.PITCH + moved + 16 * e) for e in range(2))
+            found.append(
+                [select(J <= 2 * n + odd, pack(*z, self.io), Int32(0)) for z in zip(x, y, strict=True)]
+            )
+        for n in cutlass.range_constexpr(2):
+            put_global(to + n * step, found[n], 32 * n + row < valid)
 
     @cute.jit
     def store_Aqk(self, mAqk: cute.Tensor, here: Int32, valid: Int32):
         """Rows of Aqk that are tokens, by 128 threads: eight columns a thread in every sixteenth row."""
         row, unit = 4 * (self.warp & 3) + (self.lane >> 3), self.lane & 7
-        to, step = self.rows_from(mAqk, here, row, 16 * unit)
+        to, step = self.rows_from(mAqk, here, row, 16 * unit, 16)
         from_ = self.Aqk_words.iterator.toint() + row * 128 + ((unit ^ (row & 7)) << 4)
+        found = [[bits_of(x) for x in load4(from_ + 16 * 128 * I)] for I in range(BT // 16)]
         for I in cutlass.range_constexpr(BT // 16):
-            if 16 * I + row < valid:
-                words = [bits_of(x) for x in load4(from_ + 16 * 128 * I)]
-                if cutlass.const_expr(I < 3):
-                    words = [select((unit >> 1) <= I, w, Int32(0)) for w in words]
-                put_global(to + I * step, words)
+            words = [select((unit >> 1) <= I, w, Int32(0)) for w in found[I]]
+            put_global(to + I * step, words, 16 * I + row < valid)
 
-    def rows_from(self, mX: cute.Tensor, here: Int32, row: Int32, byte: Int32) -> tuple[Int64, Int64]:
-        """Address of a byte in a row of the item in a [tokens, HV, 64] result, and how far 16 rows are."""
+    def rows_from(
+        self, mX: cute.Tensor, here: Int32, row: Int32, byte: Int32, rows: int
+    ) -> tuple[Int64, Int64]:
+        """Address of a byte in a row of the item in a [tokens, HV, 64] result, and how far ``rows`` rows are."""
         HV, first, hv = mX.shape[1], self.place[here + Place.FIRST], self.place[here + Place.HV]
         start = (Int64(first + row) * HV + hv) * (2 * BT)
-        return mX.iterator.toint() + start + byte, Int64(HV * (2 * BT * 16))
+        return mX.iterator.toint() + start + byte, Int64(HV * (2 * BT * rows))
 
 
 def place_of(even: int, J: int) -> int:
@@ -915,11 +1025,26 @@ def row_of_table(address: Int64) -> tuple[Int32, Int32]:
     )
 
 
-def put_global(address: Int64, words: list[Any]) -> None:
-    """Two or four words to global memory."""
+def word_at(address: Int32, offset: int) -> Int32:
+    """The word of shared memory that many bytes behind an address."""
+    ptx = f"ld.shared.b32 {{$w0}}, [{{$r0}}+{offset}];"
+    return cute.arch.inline_ptx(ptx, write_only_types=[Int32], read_only_args=[address])
+
+
+def put_word(address: Int32, offset: int, word: Int32) -> None:
+    """A word to shared memory, that many bytes behind an address."""
+    cute.arch.inline_ptx(f"st.shared.b32 [{{$r0}}+{offset}], {{$r1}};", read_only_args=[address, word])
+
+
+def put_global(address: Int64, words: list[Any], exists: Any = None) -> None:
+    """Two or four words to global memory, if ``exists``."""
     names = ", ".join(f"{{$r{n + 1}}}" for n in range(len(words)))
     ptx = f"st.global.v{len(words)}.b32 [{{$r0}}], {{{names}}};"
-    cute.arch.inline_ptx(ptx, read_only_args=[address, *words])
+    given = [address, *words]
+    if exists is not None:
+        ptx = f"{{ .reg .pred p; setp.ne.b32 p, {{$r{len(given)}}}, 0; @p {ptx} }}"
+        given.append(select(exists, Int32(1), Int32(0)))
+    cute.arch.inline_ptx(ptx, read_only_args=given)
 
 
 def without_batch(mX: cute.Tensor) -> cute.Tensor:
@@ -953,6 +1078,11 @@ def units_then_rows(lane: Int32) -> Int32:
     """Matrices of two B operands: two units of rows 0-7, then of rows 8-15."""
     m = lane >> 3
     return row_of_matrix(lane, m & 1) + (m >> 1) * 1024
+
+
+def pairwise(x: list[Float32]) -> Float32:
+    """The sum of a power of two of values."""
+    return x[0] if len(x) == 1 else pairwise([y + z for y, z in zip(x[::2], x[1::2], strict=True)])
 
 
 def bits_of(x: Float32) -> Int32:
