@@ -82,6 +82,22 @@ def load4(address: Int32) -> tuple[Float32, Float32, Float32, Float32]:
     )
 
 
+def load_relaxed(address: Int32, n: int) -> list[Float32]:
+    """n fp32 values of shared memory, 1, 2 or 4, that other warps may be storing at the time."""
+    load = "ld.relaxed.cta.shared"
+    if n == 1:
+        ptx = f"{load}.f32 {{$w0}}, [{{$r0}}];"
+        return [cute.arch.inline_ptx(ptx, write_only_types=[Float32], read_only_args=[address])]
+    names = ", ".join(f"{{$w{i}}}" for i in range(n))
+    ptx = f"{load}.v{n}.f32 {{{names}}}, [{{$r0}}];"
+    return list(cute.arch.inline_ptx(ptx, write_only_types=[Float32] * n, read_only_args=[address]))
+
+
+def store_relaxed(address: Int32, x: Float32) -> None:
+    """An fp32 value to shared memory, where other warps may be storing or loading at the time."""
+    cute.arch.inline_ptx("st.relaxed.cta.shared.f32 [{$r0}], {$r1};", read_only_args=[address, x])
+
+
 def store2(address: Int32, words: Sequence[Int32]) -> None:
     """Two words to 8 bytes of shared memory."""
     cute.arch.inline_ptx("st.shared.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, *words])

@@ -82,6 +82,10 @@ class Config(ScanConfig):
     """It runs beside the rescan of fwd_state, see :mod:`overlap`."""
 
     @property
+    def reads_beta(self) -> bool:
+        return False
+
+    @property
     def row_stages(self) -> int:
         return 2
 
@@ -99,7 +103,7 @@ class Config(ScanConfig):
         io = 2
         row = self.BV * BT * io + 2 * BT * BT * io
         barriers = 128
-        small = 4 * (BT * raw_stages + self.K * self.row_stages + 2 * BC * self.build.warps * self.l2norm)
+        small = 4 * (BT * self.builders + self.K * self.row_stages + 2 * BC * self.build.warps * self.l2norm)
         tiles = self.raw_bytes * raw_stages + row * self.row_stages + self.BV * BLOCK * io
         return tiles + -(-(small + barriers) // ALIGN_BYTES) * ALIGN_BYTES
 

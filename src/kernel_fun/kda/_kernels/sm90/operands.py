@@ -33,7 +33,7 @@ from kernel_fun._cute.compile import DTYPES
 from kernel_fun._cute.decay import LOG2E, NO_DECAY, exp2, magnitude, normal_exp2
 from kernel_fun._cute.pipe import Pipe
 from kernel_fun._cute.tile import Tile, tokens_first, vector
-from kernel_fun._cute.warp import pack, product, select, unpack
+from kernel_fun._cute.warp import load_relaxed, pack, product, select, store_relaxed, unpack
 from kernel_fun.kda._kernels.sm90.scan_config import BC, BLOCKS, BT, DECAYS, Chain, ScanConfig
 
 BARRIER = 1
@@ -122,7 +122,7 @@ class Builder:
     def fields(self) -> dict[str, Any]:
         """Storage: the small arrays, then the tiles."""
         c = self.config
-        small = {"beta": vector(Float32, BT * c.raw_stages)}
+        small = {"beta": vector(Float32, BT * c.betas)}
         if c.l2norm:
             small["rstd"] = vector(Float32, 2 * BC * c.build.warps)
         if c.reads_q:
@@ -171,7 +171,7 @@ class Builder:
         decay, gBias = head
         warp = pipe.index_of_warp()
         place = warp // BLOCKS, warp % BLOCKS
-        sBeta = st.beta.get_tensor(cute.make_layout((BT, c.raw_stages)))
+        sBeta = st.beta.get_tensor(cute.make_layout((BT, c.betas)))
         shift = cute.make_rmem_tensor(2, Float32)
         shift.fill(0.0)
         if const_expr(c.has_dt_bias):
@@ -199,13 +199,12 @@ class Builder:
                 if const_expr(c.is_packed):
                     row.wait_full(at_row)
                     self.clear(st, padded, at_row.index, place, left)
-            self.put_scalars(st, sBeta[None, at_raw.index], place, rstd, beta, scale, left)
+            own_beta = sBeta[None, at_raw.index if const_expr(c.reads_beta) else place[0]]
+            self.put_scalars(st, own_beta, place, rstd, beta, scale, left)
             # asked for here, a chunk before anything needs them; no branch, which would wait for the values
             rstd, beta = self.row_scalars(scalars, place, following * BT, length)
             cute.arch.sync_warp()  # no load moves down past it
-            a, k = self.forwards(
-                st, sBeta[None, at_raw.index], at_raw.index, place, (shift, decay), scale, around[None, 0]
-            )
+            a, k = self.forwards(st, own_beta, at_raw.index, place, (shift, decay), scale, around[None, 0])
             self.ask_around(table, around, place, following, 0)
             cute.arch.sync_warp()
             self.backwards(st, at_raw.index, place, a, k, around[None, 1])
@@ -242,15 +241,18 @@ class Builder:
 
     @cute.jit
     def put_scalars(self, st, sBeta: cute.Tensor, place, rstd: Float32, beta, scale: Float32, left: Int32):
-        """The scales of a warp's tokens to shared memory, and beta, for STATE too."""
+        """The scales of a warp's tokens to shared memory, and beta, for STATE too where it reads it.
+
+        The warps of both halves store the same beta there, each before it reads it: no plain stores and loads.
+        """
         c = self.config
         lane = pipe.thread_again() & 31
         if const_expr(c.l2norm):
             self.own_scales(st)[lane] = rstd * select(lane < BC, scale, Float32(1.0))
         r = place[1] * BC + (lane & (BC - 1))
         active = select(r < left, self.activated(beta.to(Float32)), Float32(0.0))
-        if lane < BC:  # by the warps of both halves, each for itself
-            sBeta[r] = active
+        if lane < BC:
+            store_relaxed((sBeta.iterator + r).toint(), active)
 
     def own_scales(self, st: Any) -> cute.Tensor:
         """The warp's factors of q, then of k, by token of its block."""
@@ -300,7 +302,7 @@ class Builder:
                 q = [wQ[at(word, t)] for t in range(BC)] if const_expr(c.reads_q) else None
             for b in cutlass.range_constexpr(first, first + step, n):
                 kb, sk = self.batch_of(k, wK, word, b), self.scales(sScale, BC + b, Float32(1.0))
-                sb = self.scales(own_beta, b, None)
+                sb = load_relaxed((own_beta.iterator + b).toint(), n)
                 if const_expr(c.reads_q):
                     qb, sq = self.batch_of(q, wQ, word, b), self.scales(sScale, b, scale)
                 for u in cutlass.range_constexpr(n):

@@ -111,6 +111,16 @@ class ScanConfig:
         return True
 
     @property
+    def reads_beta(self) -> bool:
+        """Whether STATE wants beta."""
+        return True
+
+    @property
+    def betas(self) -> int:
+        """Vectors of a chunk's beta in shared memory: by slot where STATE reads them, else one of each half of BUILD."""
+        return self.raw_stages if self.reads_beta else self.builders
+
+    @property
     def threads(self) -> int:
         return self.build.threads + self.state.threads
 
