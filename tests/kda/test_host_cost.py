@@ -23,7 +23,15 @@ import kernel_fun
 from kernel_fun._common import config, notes, support
 from kernel_fun._common import device as devices
 from kernel_fun.kda import chunk_kda
-from kernel_fun.kda._kernels.sm90 import bwd_grads, bwd_grads_reduce, bwd_state, fwd_intra, fwd_state
+from kernel_fun.kda._kernels.sm90 import (
+    bwd_grads,
+    bwd_grads_reduce,
+    bwd_state,
+    fwd_intra,
+    fwd_state,
+    rows,
+    stages,
+)
 from kernel_fun.kda.known import KNOWN
 from kernel_fun.testing import make_inputs
 
@@ -87,7 +95,7 @@ def backward(x: dict[str, Any]) -> Callable[[], Any]:
 
 @pytest.mark.parametrize(
     ("what", "ceiling"),
-    [("inference", (43, 80)), ("training", (47, 88)), ("backward", (65, 110))],
+    [("inference", (44, 70)), ("training", (48, 72)), ("backward", (63, 84))],
 )
 def test_a_warm_call_makes_few_calls(what: str, ceiling: tuple[int, int]) -> None:
     x = problem() if what == "inference" else as_leaves(problem())
@@ -141,6 +149,30 @@ def test_an_address_is_looked_at_in_every_call(launches: list[tuple[Any, ...]]) 
 
 def unpacked_as(change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return torch.autograd.graph.saved_tensors_hooks(lambda t: t, change)
+
+
+@pytest.mark.skipif(not rows.LAUNCHES_TAKE_LEAVES, reason="this torch exchanges no tensors in C")
+def test_the_exchange_in_c_takes_a_leaf() -> None:
+    """What spares a launch a detach for each tensor."""
+    leaf = torch.zeros(3, requires_grad=True)
+    tvm_ffi = pytest.importorskip("tvm_ffi")
+    assert tvm_ffi.get_global_func("testing.echo")(leaf).data_ptr() == leaf.data_ptr()
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+def test_without_it_no_leaf_is_launched(
+    launches: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, aligned: bool
+) -> None:
+    for module in (rows, stages):
+        monkeypatch.setattr(module, "LAUNCHES_TAKE_LEAVES", False)
+    x = as_leaves(problem())
+    if not aligned:
+        memory = torch.zeros(x["q"].numel() + 1, dtype=torch.bfloat16)
+        x["q"] = memory[1:].view(x["q"].shape).requires_grad_()
+    backward(x)()
+    given = [t for _, *args in launches for t in args if isinstance(t, torch.Tensor)]
+    assert len(given) > 40
+    assert not any(t.requires_grad and t.is_leaf for t in given)
 
 
 def test_a_backward_sees_what_hooks_made_of_saved_tensors(launches: list[tuple[Any, ...]]) -> None:

@@ -67,7 +67,7 @@ def _reduce(partial: Tensor | None, parameter: Tensor | None) -> Tensor | None:
         return None
     total = partial.sum(0)
     if total.shape != parameter.shape:
-        total = total.reshape(parameter.shape)
+        total = total.view(-1) if parameter.dim() == 1 else total.reshape(parameter.shape)
     return total if total.dtype == parameter.dtype else total.to(parameter.dtype)
 
 

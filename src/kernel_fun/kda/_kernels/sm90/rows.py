@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 TMA_BYTES = 16
 """What TMA wants bases and strides to be multiples of."""
 
+LAUNCHES_TAKE_LEAVES = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
+"""Whether a launch takes a tensor that requires a gradient: torch's exchange in C hands it over, Python's
+``__dlpack__``, which serves where a torch has no other, refuses it."""
+
 
 class Rows(NamedTuple):
     """[1, tokens, ...] of a tensor [B, T, ...]."""
@@ -63,12 +67,12 @@ def _token_stride(shape: tuple[int, ...], strides: tuple[int, ...]) -> int | Non
 
 
 def flattened(x: Tensor, rows: Rows) -> Tensor:
-    """A tensor with the facts that ``rows`` was planned from, as these rows, outside any graph."""
+    """A tensor with the facts that ``rows`` was planned from, as these rows, for a launch."""
     shape, strides, align, as_given = rows
-    if x.requires_grad:
+    if x.requires_grad and not LAUNCHES_TAKE_LEAVES:
         x = x.detach()
     if strides is None or x.data_ptr() % align:
-        return x.new_empty(shape).copy_(x.reshape(shape))
+        return x.new_empty(shape).copy_(x.detach().reshape(shape))
     return x if as_given else x.as_strided(shape, strides)
 
 

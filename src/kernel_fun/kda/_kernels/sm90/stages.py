@@ -20,7 +20,7 @@ from kernel_fun.kda._kernels.sm90 import fwd_intra as intra_kernel
 from kernel_fun.kda._kernels.sm90 import fwd_state as state_kernel
 from kernel_fun.kda._kernels.sm90 import overlap
 from kernel_fun.kda._kernels.sm90.chunk_inputs import check_addresses, facts_of
-from kernel_fun.kda._kernels.sm90.rows import TMA_BYTES
+from kernel_fun.kda._kernels.sm90.rows import LAUNCHES_TAKE_LEAVES, TMA_BYTES
 from kernel_fun.kda.stages import Grads, Intra, ReverseScan, Scan
 
 if TYPE_CHECKING:
@@ -152,21 +152,23 @@ def _forms(call: Call) -> dict[str, Any]:
 
 def _operands(call: Call) -> tuple[Any, ...]:
     """q, k, v, g, beta as TMA and the kernels read them, then A_log ``[HV]`` and dt_bias, ``[HV K]`` and
-    ``[HV, K]``, in float32 or None; outside any graph, worked out once a pass."""
+    ``[HV, K]``, in float32 or None; as launches take them, worked out once a pass."""
     found = call.scratch.get("operands")
     if found is None:
-        given = call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias
-        q, k, v, g, beta, A_log, dt_bias = [
-            x.detach() if x is not None and x.requires_grad else x for x in given
-        ]
+        q, k, v, g, beta = call.q, call.k, call.v, call.g, call.beta
+        A_log, dt_bias = call.A_log, call.dt_bias
         plain = call.notes.get("plain")
         if plain is None:
             plain = call.notes["plain"] = _are_plain(call)
         if not plain or any([x.data_ptr() % TMA_BYTES for x in (q, k, v, g)]):
-            q, k, v, g = [_addressable(_readable(x, call)) for x in (q, k, v, g)]
-            beta = _readable(beta, call).contiguous()
+            q, k, v, g = [_addressable(_readable(x.detach(), call)) for x in (q, k, v, g)]
+            beta = _readable(beta.detach(), call).contiguous()
             A_log, dt_bias = _flat(A_log), _flat(dt_bias)
-        by_head = None if dt_bias is None else dt_bias.view(g.shape[2:])
+        if not LAUNCHES_TAKE_LEAVES:
+            q, k, v, g, beta = [x.detach() for x in (q, k, v, g, beta)]
+            A_log, dt_bias = [None if x is None else x.detach() for x in (A_log, dt_bias)]
+        HV, K = g.shape[2:]
+        by_head = None if dt_bias is None else dt_bias.as_strided((HV, K), (K, 1))
         found = call.scratch["operands"] = q, k, v, g, beta, A_log, dt_bias, by_head
     return found
 
@@ -183,14 +185,18 @@ def _are_plain(call: Call) -> bool:
 
 
 def _flat(parameter: Tensor | None) -> Tensor | None:
-    return None if parameter is None else parameter.to(torch.float32).reshape(-1).contiguous()
+    return None if parameter is None else parameter.detach().to(torch.float32).reshape(-1).contiguous()
 
 
 def _upstream(do: Tensor, call: Call) -> Tensor:
     """The gradient of o as TMA reads it; worked out once a pass."""
     found = call.scratch.get("do")
     if found is None or found[0] is not do:
-        found = call.scratch["do"] = do, _addressable(do)
+        plain = call.notes.get("plain do")
+        if plain is None:
+            plain = call.notes["plain do"] = _has_tma_strides(do)
+        in_place = plain and not do.data_ptr() % TMA_BYTES
+        found = call.scratch["do"] = do, do if in_place else _addressable(do)
     return found[1]
 
 
