@@ -154,7 +154,7 @@ def unpacked_as(change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 @pytest.mark.skipif(not rows.LAUNCHES_TAKE_LEAVES, reason="this torch exchanges no tensors in C")
 def test_the_exchange_in_c_takes_a_leaf() -> None:
     """What spares a launch a detach for each tensor."""
-    leaf = torch.zeros(3, requires_grad=True)
+    leaf = torch.nn.Parameter(torch.zeros(3))
     tvm_ffi = pytest.importorskip("tvm_ffi")
     assert tvm_ffi.get_global_func("testing.echo")(leaf).data_ptr() == leaf.data_ptr()
 
