@@ -28,11 +28,9 @@ from typing import Any
 
 import torch
 
-import kernel_fun
 from kernel_fun import testing
-from kernel_fun.bench import machine, record, suite
 
-from . import kda
+from . import kda, runs
 
 REGIMES = ("softplus_random", "init_slow", "bounded", "spikes")
 LENGTHS = {1: 8, 15: 8, 16: 8, 63: 8, 64: 8, 65: 8, 130: 4, 1000: 4, 8192: 1}
@@ -136,7 +134,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     device = torch.device(args.device)
     regimes, lengths = args.regime or REGIMES, args.length or tuple(LENGTHS)
-    path = None if args.out is None else _path(args.out, device, args.commit, args.regime or [])
+    about = runs.made(device, args.commit)
+    path = None if args.out is None else _path(args.out, about, args.regime or [])
     with ExitStack() as stack:
         if args.peer == "fla" and "FLA_CACHE_MODE" not in os.environ:
             stack.enter_context(kept_configs(sorted(KEPT.glob("fla-*.tar.xz"))))
@@ -144,9 +143,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = stack.enter_context(path.open("x", encoding="utf-8", newline="", buffering=1))
-            versions = ", ".join(f"{n} {v}" for n, v in kernel_fun.versions().items() if v)
-            commit = _commit(args.commit)
-            file.write(f"# {_name(device)}, commit {commit}, {record.now()}, {HEADS}, bfloat16; {versions}\n")
+            versions = ", ".join(f"{n} {v}" for n, v in about["versions"].items() if v)
+            where = f"{about['gpu']}, commit {about['commit']}, {about['utc']}"
+            file.write(f"# {where}, {HEADS}, bfloat16; {versions}\n")
             table = csv.DictWriter(file, COLUMNS)
             table.writeheader()
         for regime in regimes:
@@ -161,22 +160,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _path(out: Path, device: torch.device, commit: str | None, regimes: Sequence[str]) -> Path:
+def _path(out: Path, about: dict[str, Any], regimes: Sequence[str]) -> Path:
     if out.suffix == ".csv":
         return out
-    folder = re.sub(r"[^a-z0-9]+", "-", _name(device).lower()).strip("-")
-    stamp = re.sub(r"[^0-9TZ]", "", record.now())
-    return out / folder / f"{'-'.join([stamp, _commit(commit)[:12], 'accuracy', *regimes])}.csv"
-
-
-def _name(device: torch.device) -> str:
-    wanted = "cpu" if device.type == "cpu" else f"cuda:{device.index or 0}"
-    return next(d["name"] for d in machine.devices() if d["device"] == wanted)
-
-
-def _commit(given: str | None) -> str:
-    found, _ = suite.commit()
-    return given if found == "unknown" and given else found
+    stamp = re.sub(r"[^0-9TZ]", "", about["utc"])
+    name = "-".join([stamp, about["commit"][:12], "accuracy", *regimes])
+    return runs.folder(out, about) / f"{name}.csv"
 
 
 if __name__ == "__main__":
