@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import subprocess
@@ -12,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from kernel_fun import cli, kda
+from kernel_fun import cli, kda, warming
 from kernel_fun._cli import check, explain, info, screen
-from kernel_fun._common import config, device
+from kernel_fun._common import cache, config, device, support
 from kernel_fun._common.plan import BACKENDS
+from kernel_fun._cute import objects
 from kernel_fun.bench import machine
 from kernel_fun.kda import dispatch
 from kernel_fun.kda.call import Problem
@@ -110,7 +112,7 @@ class TestExplain:
             1, 100, 2, 2, 64, 64, gate="softplus", beta_mode="sigmoid", l2norm=True, needs_grad=True
         )
         plan = explain.as_json(dispatch.plan(problem, device.named(arch)))
-        assert data == json.loads(json.dumps(plan))
+        assert data == {**json.loads(json.dumps(plan)), "prebuilt": None}
 
     def test_every_flag_reaches_the_problem(self, capsys: Capture) -> None:
         data = as_json(
@@ -144,6 +146,81 @@ class TestExplain:
     ) -> None:
         monkeypatch.setenv("KERNEL_FUN_KDA_BACKEND", "sm90")
         assert "KERNEL_FUN_KDA_BACKEND=sm90" in as_json(capsys, "explain", "--arch", "cpu", status=2)["error"]
+
+
+class TestPrebuilt:
+    """What `info` and `explain` say of KERNEL_FUN_KERNELS."""
+
+    HOPPER = ("explain", "--arch", "sm90", "--H", "2", "--T", "100")
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        """A directory with the five kernels of a training step; their files hold nothing that runs."""
+        pytest.importorskip("cutlass")
+        monkeypatch.setenv("KERNEL_FUN_KDA_BACKEND", "sm90")
+        monkeypatch.setattr(support, "missing", lambda need: None)
+        step = Problem(
+            1, 100, 2, 2, 128, 128, gate="softplus", beta_mode="sigmoid", l2norm=True, needs_grad=True
+        )
+        entries: list[dict[str, Any]] = []
+        for i, (jit, kernel_config) in enumerate(warming.kernels([step], "sm90", exactly=True)):
+            content = f"kernel {i}".encode()
+            (tmp_path / f"{i}.so").write_bytes(content)
+            entries.append(
+                {
+                    "module": jit.module,
+                    "config": repr(kernel_config),
+                    "options": jit.options,
+                    "file": f"{i}.so",
+                    "sha256": hashlib.sha256(content).hexdigest(),
+                    "sources": cache.sources(jit.module),
+                    "versions": cache.versions(),
+                }
+            )
+        manifest = {"format": objects.FORMAT, "kernels": entries}
+        (tmp_path / objects.MANIFEST).write_text(json.dumps(manifest))
+        tmp_path.chmod(0o755)
+        monkeypatch.setenv("KERNEL_FUN_KERNELS", str(tmp_path))
+        return tmp_path
+
+    def test_nothing_is_prebuilt(self, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("KERNEL_FUN_KERNELS", raising=False)
+        assert as_json(capsys, "info")["prebuilt"] is None
+        assert "KERNEL_FUN_KERNELS is not set" in as_text(capsys, "info")
+
+    def test_all_of_a_call_is_prebuilt(self, folder: Path, capsys: Capture) -> None:
+        held = as_json(capsys, "info")["prebuilt"]
+        assert held == {"folder": str(folder), "kernels": 5, "usable": 5, "reason": None}
+        assert f"KERNEL_FUN_KERNELS={folder}: 5 kernels, nothing is compiled" in as_text(capsys, "info")
+        explained = as_json(capsys, *self.HOPPER)["prebuilt"]
+        assert [k["reason"] for k in explained["kernels"]] == [None] * 5
+        assert "holds 5 of the 5 kernels of this call" in as_text(capsys, *self.HOPPER)
+
+    def test_what_is_damaged_or_missing_is_named(self, folder: Path, capsys: Capture) -> None:
+        (folder / "3.so").write_bytes(b"something else")
+        held = as_json(capsys, "info")["prebuilt"]
+        assert (held["kernels"], held["usable"]) == (5, 4)
+        assert "holds a damaged 3.so" in held["reason"]
+        assert "4 of 5 kernels can be loaded; " in as_text(capsys, "info")
+        (folder / "4.so").unlink()
+        reasons = [k["reason"] for k in as_json(capsys, *self.HOPPER)["prebuilt"]["kernels"]]
+        assert reasons[:3] == [None] * 3
+        assert "holds a damaged 3.so" in reasons[3]
+        assert "has no readable 4.so" in reasons[4]
+        assert "holds a damaged 3.so" in as_text(capsys, *self.HOPPER)
+
+    def test_a_call_of_another_form_is_not_prebuilt(self, folder: Path, capsys: Capture) -> None:
+        printed = as_text(capsys, *self.HOPPER, "--gate", "bounded")
+        assert "holds 0 of the 5 kernels of this call" in printed
+        assert "has no kernel bwd_grads for Config(" in printed
+
+    def test_a_directory_that_is_not_there(
+        self, folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("KERNEL_FUN_KERNELS", str(folder / "none"))
+        held = as_json(capsys, "info")["prebuilt"]
+        assert (held["kernels"], held["usable"]) == (0, 0)
+        assert "none cannot be read" in held["reason"]
 
 
 class TestCheck:

@@ -107,10 +107,7 @@ def build(
         BackendUnavailable: its kernels do not serve a problem; the message says why.
         RuntimeError: a tool is missing.
     """
-    import torch
-
-    from kernel_fun._common import config, device, support
-    from kernel_fun.kda import exercise
+    from kernel_fun._common import support
 
     if arch not in ARCHS:
         raise ValueError(f"`arch` must be one of {', '.join(ARCHS)}, got {arch!r}")
@@ -119,24 +116,39 @@ def build(
     from kernel_fun._cute import objects
 
     out.mkdir(parents=True, exist_ok=True)
-    seen: dict[tuple[str, str], tuple[Any, Any]] = {}
-    for problem in _distinct(problems):
-        with (
-            config.KDA_BACKEND.set(ARCHS[arch]),
-            device.pretend(ARCHS[arch]),
-            objects.rehearsal(seen),
-        ):
-            own = problem.B if problem.N is None else problem.N
-            sequences = [own] if exactly else exercise.batches(problem)
-            exercise.run(problem, torch.device("cpu"), sequences, long=True)
+    seen = kernels(_distinct(problems), ARCHS[arch], exactly=exactly)
     report: list[Warmed] = []
-    for jit, kernel_config in seen.values():
+    for jit, kernel_config in seen:
         begin = time.perf_counter()
         jit.object(kernel_config)
         what = f"{jit.module.rpartition('.')[2]} {kernel_config}"
         report.append(Warmed(what, "compiled", time.perf_counter() - begin))
-    objects.write(out, list(seen.values()), arch)
+    objects.write(out, seen, arch)
     return report
+
+
+def kernels(problems: Iterable[Problem], backend: str, *, exactly: bool) -> list[tuple[Any, Any]]:
+    """What problems launch on a backend, found by following them without a GPU: kernels and their configs.
+
+    Args:
+        exactly: Only what problems of this B, or N, need; else of any.
+
+    Raises:
+        BackendUnavailable: the backend does not serve a problem; the message says why.
+    """
+    import torch
+
+    from kernel_fun._common import config, device
+    from kernel_fun._cute import objects
+    from kernel_fun.kda import exercise
+
+    seen: dict[tuple[str, str], tuple[Any, Any]] = {}
+    for problem in problems:
+        with config.KDA_BACKEND.set(backend), device.pretend(backend), objects.rehearsal(seen):
+            own = problem.B if problem.N is None else problem.N
+            sequences = [own] if exactly else exercise.batches(problem)
+            exercise.run(problem, torch.device("cpu"), sequences, long=True)
+    return list(seen.values())
 
 
 ARCHS = {"sm_90a": "sm90"}

@@ -105,7 +105,35 @@ def run(args: argparse.Namespace, screen: Screen) -> tuple[int, dict[str, Any]]:
 
     decided = plan(problem(args), this_device() if args.arch is None else device.named(args.arch))
     show(decided, screen)
-    return 0, as_json(decided)
+    held = prebuilt(decided)
+    if held is not None:
+        screen.line(held["summary"])
+        for missing in (k for k in held["kernels"] if k["reason"] is not None):
+            screen.line(f"  {missing['kernel']}: {missing['reason']}")
+    return 0, {**as_json(decided), "prebuilt": held}
+
+
+def prebuilt(plan: Plan) -> dict[str, Any] | None:
+    """Whether ``KERNEL_FUN_KERNELS`` holds what a plan of Hopper's kernels launches; None where it is not
+    set, or other backends serve the call."""
+    from kernel_fun._common import config
+
+    place = config.KERNELS.read()
+    if plan.backend != "sm90" or not place:
+        return None
+    from kernel_fun import warming
+    from kernel_fun._cute import objects
+
+    found = [
+        {
+            "kernel": f"{jit.module.rpartition('.')[2]} {kernel_config}",
+            "reason": objects.refusal(jit.module, kernel_config, jit.options),
+        }
+        for jit, kernel_config in warming.kernels([plan.problem], plan.backend, exactly=True)
+    ]
+    held = sum(k["reason"] is None for k in found)
+    summary = f"{config.KERNELS.name}={place} holds {held} of the {len(found)} kernels of this call"
+    return {"summary": summary, "kernels": found}
 
 
 def this_device() -> device.Device:

@@ -138,18 +138,75 @@ def load(module: str, kernel_config: object, options: str) -> Launch | None:
     Raises:
         ObjectsRefused: it is set and has no such kernel, or one that does not match what is installed.
     """
-    place = config.KERNELS.read()
-    if not place:
+    folder = _folder()
+    if folder is None:
         return None
-    folder = Path(place).expanduser()
-    manifest = _manifest(folder)
+    entry = _entry(folder, module, kernel_config, options)
+    return _loaded(_library(folder, entry), entry["symbol"])
+
+
+def refusal(module: str, kernel_config: object, options: str) -> str | None:
+    """Why ``KERNEL_FUN_KERNELS``, which is set, does not serve a config, or None; nothing is loaded."""
+    folder = _folder()
+    assert folder is not None
+    try:
+        _library(folder, _entry(folder, module, kernel_config, options))
+    except ObjectsRefused as refused:
+        return str(refused)
+    return None
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What the directory of prebuilt kernels holds."""
+
+    folder: str
+    kernels: int
+    usable: int
+    """Of them, those that match what is installed."""
+    reason: str | None
+    """Why the directory, or the first of the others, is refused."""
+
+
+def holding() -> Holding | None:
+    """What ``KERNEL_FUN_KERNELS`` holds; None where it is not set."""
+    folder = _folder()
+    if folder is None:
+        return None
+    try:
+        entries = _manifest(folder)["kernels"]
+    except ObjectsRefused as refused:
+        return Holding(str(folder), 0, 0, str(refused))
+    reasons: list[str] = []
+    for entry in entries:
+        try:
+            _match(folder, entry)
+            _library(folder, entry)
+        except ObjectsRefused as refused:
+            reasons.append(str(refused))
+    return Holding(str(folder), len(entries), len(entries) - len(reasons), next(iter(reasons), None))
+
+
+def _folder() -> Path | None:
+    place = config.KERNELS.read()
+    return Path(place).expanduser() if place else None
+
+
+def _entry(folder: Path, module: str, kernel_config: object, options: str) -> dict[str, Any]:
+    """The entry of a config in the manifest, if it matches what is installed."""
     name, wanted = module.rpartition(".")[2], repr(kernel_config)
     key = (module, wanted, options)
-    found = [e for e in manifest["kernels"] if (e["module"], e["config"], e["options"]) == key]
-    if not found:
-        raise _refused(folder, f"has no kernel {name} for {wanted}: build it with `kernel-fun compile`")
-    entry = found[0]
-    now = cache.sources(module)
+    for entry in _manifest(folder)["kernels"]:
+        if (entry["module"], entry["config"], entry["options"]) == key:
+            _match(folder, entry)
+            return entry
+    raise _refused(folder, f"has no kernel {name} for {wanted}: build it with `kernel-fun compile`")
+
+
+def _match(folder: Path, entry: dict[str, Any]) -> None:
+    """ObjectsRefused where an entry was built from other sources or by another compiler."""
+    name = entry["module"].rpartition(".")[2]
+    now = cache.sources(entry["module"])
     changed = sorted(n for n in {*now, *entry["sources"]} if now.get(n) != entry["sources"].get(n))
     if changed:
         raise _refused(
@@ -161,10 +218,20 @@ def load(module: str, kernel_config: object, options: str) -> Launch | None:
             raise _refused(
                 folder, f"was built with {package} {built}, installed is {version}: build it again"
             )
-    content = (folder / entry["file"]).read_bytes()
+
+
+def _library(folder: Path, entry: dict[str, Any]) -> Path:
+    """The file of an entry, as it was built."""
+    path = folder / entry["file"]
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise _refused(
+            folder, f"has no readable {path.name} ({error.strerror or error}): build it again"
+        ) from error
     if hashlib.sha256(content).hexdigest() != entry["sha256"]:
-        raise _refused(folder, f"holds a damaged {entry['file']}: build it again")
-    return _loaded(folder / entry["file"], entry["symbol"])
+        raise _refused(folder, f"holds a damaged {path.name}: build it again")
+    return path
 
 
 def _refused(folder: Path, why: str) -> ObjectsRefused:
