@@ -85,7 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"example must be one of {', '.join(EXAMPLES)}, got {name}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     backend = args.backend or ("sm90" if device.type == "cuda" else "eager")
-    switches = {s.name: os.environ[s.name] for s in config.SWITCHES if s.name in os.environ}
+    places = config.KERNELS, config.CACHE_DIR
+    told = [s for s in config.SWITCHES if s.name in os.environ and s not in places]
     done: list[dict[str, Any]] = []
     for name in args.example or EXAMPLES:
         found = run(name)
@@ -94,7 +95,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{name}: loss {found['losses'][0]:.3f} to {found['losses'][-1]:.3f}", why or "", flush=True)
         print(*found["log"], *found["kernels"], sep="\n  ", flush=True)
     if args.out is not None:
-        about = {**runs.made(device, args.commit), "switches": switches, "runs": done}
+        about = {
+            **runs.made(device, args.commit),
+            "switches": {s.name: os.environ[s.name] for s in told},
+            "runs": done,
+        }
         print(f"wrote {runs.write(args.out, about, 'examples')}")
     return int(any(r["failure"] for r in done))
 

@@ -1,0 +1,77 @@
+"""Benchmarks beside the records: what the host pays for a call, and the examples as they are run for a record."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kernel_fun.bench import suite
+from kernel_fun.kda import autograd
+
+host: Any = suite.load("host")
+examples: Any = suite.load("examples")
+runs: Any = suite.load("runs")
+CPU = torch.device("cpu")
+
+
+def test_the_host_s_time_of_a_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(host, "SMALL", {"B": 1, "T": 64, "H": 1, "K": 16, "V": 16})
+    monkeypatch.setattr(host, "REPEATS", 3)
+    fresh = {"cold_s": 1.5}
+    monkeypatch.setattr(host.probe, "in_fresh_process", lambda *what: fresh)
+    backward = autograd.ChunkKDA.backward
+    given = ["--device=cpu", "--candidate=eager", f"--out={tmp_path}", "--commit=c0ffee1"]
+    assert host.main(given) == 0
+    assert autograd.ChunkKDA.backward is backward
+    (path,) = tmp_path.rglob("*-host-eager.json")
+    data = json.loads(path.read_text())
+    assert [case["cold_s"] for case in data["cold"]] == [1.5, 1.5]
+    found = data["host_us"]
+    assert 0 < found["of which backward"] < found["forward and backward"]
+    assert "cold kimi_8k (B1 T8192" in capsys.readouterr().out
+    with pytest.raises(FileExistsError):
+        runs.write(path, data, "host")
+
+
+def test_autograd_alone_is_timed_without_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What autograd adds to two passes of 5 ms is far less than one of them."""
+    monkeypatch.setattr(host, "REPEATS", 10)
+    assert 0 < host.standing_us(CPU, 5000.0, 5000.0) < 5000
+
+
+def test_an_example_that_ran_elsewhere_or_learned_nothing_does_not_count() -> None:
+    line = "kernel-fun kda: engaged (chunk_kda on sm90, NVIDIA H200: B=4 T=256 H=4 ...)"
+    good = {"log": ["something", line], "losses": [5.0, 4.0, 3.0]}
+    assert examples.failure(good, "sm90") is None
+    assert examples.failure(good, "eager") == "chunk_kda was not engaged on eager"
+    assert examples.failure({**good, "log": []}, "sm90") == "chunk_kda was not engaged on sm90"
+    assert examples.failure({**good, "losses": [3.0, 3.0]}, "sm90") == "the loss went from 3.0 to 3.0"
+    assert examples.failure({**good, "losses": [3.0, float("nan")]}, "sm90") is not None
+
+
+def test_a_run_of_an_example_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train_fla.py").write_text(
+        "import logging\n"
+        "logging.getLogger('kernel_fun').info('engaged (chunk_kda on eager, CPU: ...)')\n"
+        "for step, loss in enumerate((4.5, 2.25)):\n"
+        "    print(f'step {step}  loss {loss:.3f}')\n"
+    )
+    monkeypatch.setattr(examples, "FOLDER", tmp_path)
+    monkeypatch.setenv("KERNEL_FUN_KDA_BACKEND", "eager")
+    out = tmp_path / "found.json"
+    assert examples.main(["--backend=eager", f"--out={out}", "train_fla"]) == 0
+    data = json.loads(out.read_text())
+    assert data["switches"] == {"KERNEL_FUN_KDA_BACKEND": "eager"}
+    assert data["runs"][0]["losses"] == [4.5, 2.25]
+    assert data["runs"][0]["log"] == ["engaged (chunk_kda on eager, CPU: ...)"]
+    assert "train_fla: loss 4.500 to 2.250" in capsys.readouterr().out
+    assert examples.main(["--backend=sm90", "train_fla"]) == 1
+    assert "chunk_kda was not engaged on sm90" in capsys.readouterr().out
