@@ -23,6 +23,7 @@ def test_rows_are_written_as_they_come(
 ) -> None:
     """A run that dies at the second length leaves the rows of the first."""
     monkeypatch.setattr(accuracy, "HEADS", {"H": 2, "HV": 2, "K": 16, "V": 16})
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
     real = accuracy.rows
     lengths: list[int] = []
 
