@@ -260,7 +260,9 @@ def _summary(rows: Call, intra: Intra, call: Call, split: Split, piece: Piece, f
 
 def _final_state(rows: Call, intra: Intra, start: Tensor | None, fwd_state: FwdState) -> Tensor:
     notes = rows.notes.of(rows.v, start)
-    scan = fwd_state(rows.like(notes=notes, initial_state=start, output_final_state=True), intra, keep=False)
+    scan = fwd_state(
+        rows.like(notes=notes, initial_state=start, output_final_state=True), intra, keep=False, output=False
+    )
     assert scan.ht is not None
     return scan.ht[0]
 
