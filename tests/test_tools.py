@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -128,6 +129,18 @@ class TestRender:
         assert "100" not in "".join(table).replace("1000", "")
         assert sum("A CPU, 2 CPU threads" in row for row in table) == 2
         assert render.speed_table("cuda", tmp_path) == ["*(no record yet)*"]
+
+    def test_rows_of_ranks_have_a_table_of_their_own(self, tmp_path: Path) -> None:
+        def row(bench: str, ms: float) -> Row:
+            return replace(a_record("", sm90=ms).rows[0], bench=bench, shape="kimi_64k")
+
+        taken = replace(a_record("2026-01-01T00:00:00Z"), device="cuda")
+        times = {"kda.fwd, 1 rank": 8.0, "kda.fwd, 2 ranks": 5.0, "all-gathers, 2 ranks, of kda.fwd": 0.5}
+        taken.rows += [row(bench, ms) for bench, ms in times.items()]
+        self.results(tmp_path, taken)
+        assert render.speed_table("cuda", tmp_path) == ["*(no record yet)*"]
+        (line,) = [text for text in render.ranks_table(tmp_path) if "kimi_64k" in text]
+        assert "| kda.fwd | sm90 | 2 | 8 | 5 | 80 % | 0.5 |" in line
 
     def test_check_finds_a_stale_readme_and_changes_nothing(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -1,4 +1,4 @@
-"""Renders the tables of README.md from the dispatch table and the newest benchmark records.
+"""Renders the tables of README.md and docs/scaling.md from the dispatch table and the newest records.
 
 `python tools/render.py` rewrites the text between each `<!-- render:NAME -->` and `<!-- /render -->`;
 `--check` changes nothing and fails if anything would change.
@@ -6,6 +6,7 @@
     support      who serves which call on which device, from kernel_fun.kda.dispatch
     speed-cpu    newest rows of benchmarks/results/ measured on CPUs
     speed-gpu   the same for GPUs
+    ranks        newest rows that one and several ranks of a context-parallel group share
 """
 
 from __future__ import annotations
@@ -144,11 +145,13 @@ def newest(kind: str, root: Path) -> dict[tuple[str, ...], dict[str, Measured]]:
 
 
 PEERS = ("fla", "transformers")
+_ON_RANKS = re.compile(r"(?P<what>.*), (?P<ranks>\d+) ranks?(?P<part>.*)")
+"""The bench of a row of `kernel-fun bench --cp`."""
 
 
 def speed_table(kind: str, root: Path) -> list[str]:
     """Ours beside the strongest peer of the same record; a note names device, versions and date."""
-    cases = newest(kind, root)
+    cases = {case: rows for case, rows in newest(kind, root).items() if not _ON_RANKS.fullmatch(case[-1])}
     if not cases:
         return ["*(no record yet)*"]
     lines = [
@@ -172,6 +175,33 @@ def _speed_line(rows: dict[str, Measured]) -> list[str]:
         return [_cells([*cells, "-", "-", "-", _memory(ours), "-"])]
     faster = f"{peer.ms.p50 / ours.ms.p50:.1f}"
     return [_cells([*cells, peer.candidate, _ms(peer), faster, _memory(ours), _memory(peer)])]
+
+
+def ranks_table(root: Path) -> list[str]:
+    """Milliseconds of one rank and of several, and the share of their time that one would have needed."""
+    cases = {case: rows for case, rows in newest("cuda", root).items() if _ON_RANKS.fullmatch(case[-1])}
+    if not cases:
+        return ["*(no record yet)*"]
+    ms = {
+        (*case[1:3], name, *match.group("what", "ranks", "part")): measured.row.ms.p50
+        for case, rows in cases.items()
+        for name, measured in rows.items()
+        if (match := _ON_RANKS.fullmatch(case[-1]))
+    }
+    lines = ["| shape | gate | bench | who | ranks | ms of one | ms | efficiency | of it in all-gathers |"]
+    lines.append("|---|---|---|---|--:|--:|--:|--:|--:|")
+    for key in sorted(ms):
+        shape, gate, name, what, ranks, part = key
+        alone = ms.get((shape, gate, name, what, "1", part))
+        if part or ranks == "1" or alone is None:
+            continue
+        gathers = ms.get((shape, gate, name, "all-gathers", ranks, f", of {what}"))
+        share = f"{100 * alone / (int(ranks) * ms[key]):.0f} %"
+        waits = "-" if gathers is None else f"{gathers:.3g}"
+        sizes = _suite_shapes().get(shape, shape)
+        lines.append(_cells([sizes, gate, what, name, ranks, f"{alone:.3g}", f"{ms[key]:.3g}", share, waits]))
+    notes = dict.fromkeys(_note(m.record) for rows in cases.values() for m in rows.values())
+    return [*lines, "", *notes]
 
 
 def _suite_shapes() -> dict[str, str]:
@@ -206,43 +236,51 @@ def _note(taken: Record) -> str:
     )
 
 
-# ------------------------------------------------------------------------------------------ README
+# ------------------------------------------------------------------------------------------- pages
+
+PAGES = ("README.md", "docs/scaling.md")
 
 
 def rendered(text: str, root: Path) -> str:
-    """The README with every block filled. ValueError names an unknown block."""
+    """A page with every block filled. ValueError names an unknown block."""
     blocks: dict[str, Callable[[], list[str]]] = {
         "support": support_table,
         "speed-cpu": lambda: speed_table("cpu", root),
         "speed-gpu": lambda: speed_table("cuda", root),
+        "ranks": lambda: ranks_table(root),
     }
 
     def fill(match: re.Match[str]) -> str:
         name = match.group(2)
         if name not in blocks:
-            raise ValueError(f"README.md: no block is called {name!r}, only {', '.join(blocks)}")
+            raise ValueError(f"no block is called {name!r}, only {', '.join(blocks)}")
         return match.group(1) + "\n".join(blocks[name]()) + "\n" + match.group(4)
 
     return _BLOCK.sub(fill, text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Rewrites README.md, or with `--check` says whether it is stale."""
+    """Rewrites the pages, or with `--check` says which are stale."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="change nothing, fail if stale")
     parser.add_argument("--root", type=Path, default=ROOT)
     args = parser.parse_args(argv)
-    readme: Path = args.root / "README.md"
-    before = readme.read_text(encoding="utf-8")
-    after = rendered(before, args.root)
-    if before == after:
-        return 0
-    if args.check:
-        print(f"{readme}: tables are stale, run `python tools/render.py`", file=sys.stderr)
-        return 1
-    readme.write_text(after, encoding="utf-8")
-    print(f"rendered {readme}")
-    return 0
+    stale = 0
+    for name in PAGES:
+        page: Path = args.root / name
+        if not page.exists():
+            continue
+        before = page.read_text(encoding="utf-8")
+        after = rendered(before, args.root)
+        if before == after:
+            continue
+        if args.check:
+            print(f"{page}: tables are stale, run `python tools/render.py`", file=sys.stderr)
+            stale = 1
+        else:
+            page.write_text(after, encoding="utf-8")
+            print(f"rendered {page}")
+    return stale
 
 
 if __name__ == "__main__":
