@@ -163,7 +163,8 @@ class TestPrebuilt:
             1, 100, 2, 2, 128, 128, gate="softplus", beta_mode="sigmoid", l2norm=True, needs_grad=True
         )
         entries: list[dict[str, Any]] = []
-        for i, (jit, kernel_config) in enumerate(warming.kernels([step], "sm90", exactly=True)):
+        found = warming.kernels([step], "sm90", exactly=True, of_length=True)
+        for i, (jit, kernel_config) in enumerate(found):
             content = f"kernel {i}".encode()
             (tmp_path / f"{i}.so").write_bytes(content)
             entries.append(
@@ -220,7 +221,7 @@ class TestPrebuilt:
         monkeypatch.setenv("KERNEL_FUN_KERNELS", str(folder / "none"))
         held = as_json(capsys, "info")["prebuilt"]
         assert (held["kernels"], held["usable"]) == (0, 0)
-        assert "none cannot be read" in held["reason"]
+        assert "none is no directory of prebuilt kernels: it cannot be read" in held["reason"]
 
 
 class TestCheck:

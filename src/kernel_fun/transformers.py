@@ -210,6 +210,7 @@ def forward(
             state; its rows of the output are 0. Under torch.compile, where a number of tokens that
             depends on values would break the graph, it is set to zero instead, as transformers does.
         **kwargs: ``cu_seqlens`` or ``cu_seq_lens_q``: boundaries of packed sequences, with B = 1.
+            transformers does not pass ``position_ids`` here: they separate nothing.
 
     Returns:
         ``[B, T, hidden]``.

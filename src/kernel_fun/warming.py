@@ -127,11 +127,14 @@ def build(
     return report
 
 
-def kernels(problems: Iterable[Problem], backend: str, *, exactly: bool) -> list[tuple[Any, Any]]:
+def kernels(
+    problems: Iterable[Problem], backend: str, *, exactly: bool, of_length: bool = False
+) -> list[tuple[Any, Any]]:
     """What problems launch on a backend, found by following them without a GPU: kernels and their configs.
 
     Args:
         exactly: Only what problems of this B, or N, need; else of any.
+        of_length: And of this T; else of any.
 
     Raises:
         BackendUnavailable: the backend does not serve a problem; the message says why.
@@ -147,7 +150,8 @@ def kernels(problems: Iterable[Problem], backend: str, *, exactly: bool) -> list
         with config.KDA_BACKEND.set(backend), device.pretend(backend), objects.rehearsal(seen):
             own = problem.B if problem.N is None else problem.N
             sequences = [own] if exactly else exercise.batches(problem)
-            exercise.run(problem, torch.device("cpu"), sequences, long=True)
+            tokens = exercise.tokens_like(problem, own) if of_length else None
+            exercise.run(problem, torch.device("cpu"), sequences, long=not of_length, tokens=tokens)
     return list(seen.values())
 
 

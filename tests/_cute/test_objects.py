@@ -119,7 +119,10 @@ def test_a_directory_others_can_write_is_refused(folder: Path) -> None:
 
 def test_a_directory_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(config.KERNELS.name, str(tmp_path / "none"))
-    with pytest.raises(objects.ObjectsRefused, match=r"KERNEL_FUN_KERNELS=.*none cannot be read"):
+    with pytest.raises(
+        objects.ObjectsRefused,
+        match=r"KERNEL_FUN_KERNELS=.*none is no directory of prebuilt kernels: it cannot be read",
+    ):
         jit()(CONFIG)
 
 

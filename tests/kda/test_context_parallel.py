@@ -557,6 +557,8 @@ def failing(group: Any, p: Problem, bad: int, how: str) -> str:
             if rank == bad and how == "an overwritten input":
                 with torch.no_grad():
                     x["v"].mul_(2)
+            if rank == bad and how == "a gradient without room for states":
+                patch.setattr("kernel_fun.kda.context_parallel._with_states", broken)
             o.sum().backward()
     except BaseException as error:
         return f"{type(error).__name__}: {error}"
@@ -590,6 +592,7 @@ FAILURES = {
     "a backend that is not there": "KERNEL_FUN_KDA_BACKEND=sm90 cannot serve",
     "a kernel that fails": "out of memory in a kernel",
     "a gradient kernel that fails": "out of memory in a kernel",
+    "a gradient without room for states": "out of memory in a kernel",
     "no memory left": "out of memory in a kernel",
     "an interrupt": "KeyboardInterrupt",
     "no q": "`q` must have shape",
@@ -629,6 +632,45 @@ def test_where_one_rank_raises_all_do_and_none_waits(how: str, world: int, ranks
             assert FAILURES[how] in answer
     good = Problem(PACKINGS["boundaries inside"])
     compare(good, ranks.run(world, on_rank, good))  # the group works on
+
+
+def going_on(group: Any, p: Problem) -> list[str]:
+    """Rank 0 fails behind the exchange of its first call, and goes on as if nothing had been."""
+    from kernel_fun.kda._kernels.eager import fwd_state
+
+    rank, real, calls = dist.get_rank(group), fwd_state.fwd_state, iter((False, True))
+
+    def second_breaks(*args: Any, **more: Any) -> Any:
+        return broken() if next(calls, False) else real(*args, **more)
+
+    own = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
+    context = build_cp_context(torch.tensor(p.cu), own)
+    x = {n: context.shard(t) if n in BY_TOKEN else t for n, t in p.leaves().items()}
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(fwd_state, "fwd_state", second_breaks)
+        for _ in range(3):
+            try:
+                p.call(x, cp_context=context)
+                said.append("returned")
+            except (MemoryError, RuntimeError) as error:
+                said.append(f"{type(error).__name__}: {error}")
+    dist.destroy_process_group(own)
+    return said
+
+
+def test_a_rank_that_failed_alone_and_goes_on_is_found(ranks: Ranks) -> None:
+    """Its calls and those of the others would pair up, one apart, and look alike."""
+    first, second = ranks.run(2, going_on, Problem(PACKINGS["one sequence"], states=False))
+    assert first[0].startswith("MemoryError")
+    assert second[0] == "returned"
+    for answer in (*first[1:], *second[1:]):
+        assert answer.startswith(
+            "PeerFailure: chunk_kda forward: rank 0 of the context-parallel group failed in"
+        )
+    good = Problem(PACKINGS["boundaries inside"])
+    compare(good, ranks.run(2, on_rank, good))  # other groups of these ranks work on
 
 
 def unused_output(group: Any, p: Problem) -> dict[str, Any]:

@@ -129,7 +129,7 @@ def prebuilt(plan: Plan) -> dict[str, Any] | None:
             "kernel": f"{jit.module.rpartition('.')[2]} {kernel_config}",
             "reason": objects.refusal(jit.module, kernel_config, jit.options),
         }
-        for jit, kernel_config in warming.kernels([plan.problem], plan.backend, exactly=True)
+        for jit, kernel_config in warming.kernels([plan.problem], plan.backend, exactly=True, of_length=True)
     ]
     held = sum(k["reason"] is None for k in found)
     summary = f"{config.KERNELS.name}={place} holds {held} of the {len(found)} kernels of this call"

@@ -4,14 +4,18 @@ A rank that raised before its turn still takes part: it sends its error instead 
 raises. So does a call that differs between ranks. Each rank's message is a header of 64 bytes and the data.
 What the gather needs is allocated before the work it carries the result of, so that a rank which runs out of
 memory in that work can still tell. A rank that cannot allocate even this, or whose arguments do not say how
-large the message of the others is, is missed until the group's timeout, and so is one that fails after it has
-sent, in the next collective.
+large the message of the others is, is missed until the group's timeout.
+
+A rank that fails after it has sent is alone with its error, and is missed in the next collective. If it goes
+on instead, ranks may be at different calls of equal sizes. So it counts such failures of a group, and every
+header has the count: from then on all exchanges of the group raise on every rank.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -28,6 +32,9 @@ if TYPE_CHECKING:
 HEADER = 64
 """Bytes before the data: eight int64 words, so that the data stays aligned."""
 OK, FAILED = 0, 1
+
+_failed_alone: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""Of each group: how often this rank failed where no other could know."""
 
 
 class PeerFailure(RuntimeError):
@@ -76,13 +83,16 @@ class Exchange:
 
     @contextlib.contextmanager
     def or_tell(self) -> Generator[None]:
-        """An exception in the block, before :meth:`send`, reaches every rank, and then its caller."""
+        """An exception in the block reaches its caller, and before :meth:`send` every rank. After it, one
+        that the other ranks do not raise too makes every later exchange of the group raise."""
         self.reserve()
         try:
             yield
         except BaseException as error:
             if not self._sent:
                 _tell(error, lambda: self)
+            elif not isinstance(error, PeerFailure) and self._split.ranks > 1:
+                _failed_alone[self._split.group] = _failed_alone.get(self._split.group, 0) + 1
             raise
 
     def send(self, data: Tensor) -> None:
@@ -137,6 +147,13 @@ class Exchange:
                 f"{self._what}: rank {failed[0]} of the context-parallel group raised "
                 f"{text.decode(errors='replace')}"
             )
+        alone = [r for r, header in enumerate(headers) if header[4]]
+        if alone:
+            raise PeerFailure(
+                f"{self._what}: rank {alone[0]} of the context-parallel group failed in an earlier call "
+                "after its exchange, where no other rank could know, and went on: the ranks may be at "
+                "different calls. Make a new group"
+            )
         differ = (
             (2, f"other arguments than rank 0 (these must agree: {self._names})"),
             (3, "another context than rank 0 (boundaries, layout and reduce_gradients must agree)"),
@@ -157,7 +174,8 @@ class Exchange:
         import torch.distributed as dist
 
         assert self._mine is not None
-        words = [status, text, self._call, self._split.fingerprint, 0, 0, 0, 0]
+        alone = 0 if self._split.ranks == 1 else _failed_alone.get(self._split.group, 0)
+        words = [status, text, self._call, self._split.fingerprint, alone, 0, 0, 0]
         self._mine[:HEADER].copy_(torch.tensor(words, dtype=torch.int64).view(torch.uint8))
         self._work: Any = None
         self._sent = True

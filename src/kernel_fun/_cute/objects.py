@@ -244,7 +244,9 @@ def _manifest(folder: Path) -> dict[str, Any]:
     try:
         status, owner = folder.stat(), path.stat()
     except OSError as error:
-        raise _refused(folder, f"cannot be read ({error.strerror or error})") from error
+        what = f"{MANIFEST} in it" if folder.is_dir() else "it"
+        why = f"is no directory of prebuilt kernels: {what} cannot be read ({error.strerror or error}); build one"
+        raise _refused(folder, f"{why} with `kernel-fun compile`") from error
     for found in (status, owner):
         if found.st_uid not in (os.geteuid(), 0) or found.st_mode & 0o022:
             raise _refused(

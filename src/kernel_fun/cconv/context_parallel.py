@@ -129,12 +129,11 @@ def forward(call: Call, plan: Plan) -> tuple[Tensor, Tensor | None, Tensor]:
         before = torch.zeros(len(split.pieces), W - 1, D, dtype=_wide(call.x), device=call.x.device)
         if exchange is not None:
             exchange.send(torch.stack([_tail(call, split, piece) for piece in split.pieces]))
-    if exchange is not None:
-        gathered = exchange.receive()
-        for i, piece in enumerate(split.pieces):
-            if piece.pre:
-                before[i] = _history(gathered, split, piece)
-    y, ht = autograd.forward(_with_inputs_before(call, split, before), plan)
+            gathered = exchange.receive()
+            for i, piece in enumerate(split.pieces):
+                if piece.pre:
+                    before[i] = _history(gathered, split, piece)
+        y, ht = autograd.forward(_with_inputs_before(call, split, before), plan)
     return y, None if ht is None else _without(ht, split.ended_elsewhere()), before
 
 
@@ -163,11 +162,10 @@ def backward(
                     assert g.dh0 is not None
                     given[i] = g.dh0[piece.first, :, 1:].mT
             exchange.send(given)
-    if exchange is not None:
-        gathered = exchange.receive()
-        for piece in split.pieces:
-            _take_back(g, gathered, call, split, piece)
-    return _finished(call, split, g)
+            gathered = exchange.receive()
+            for piece in split.pieces:
+                _take_back(g, gathered, call, split, piece)
+        return _finished(call, split, g)
 
 
 def _local(

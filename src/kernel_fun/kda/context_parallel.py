@@ -118,8 +118,10 @@ class ContextParallelKDA(torch.autograd.Function):
             call = ctx.call.with_tensors(saved[:n], notes=ctx.call.notes.of(*saved, do, dht))
             h, v_new, *carried = saved[m:]
             intra = Intra(*saved[n:m])
-        with undisturbed(call):
-            grads, dh0 = backward(call, ctx.plan, exchange, intra, Carried(*carried), (do, dht), (h, v_new))
+            with undisturbed(call):
+                grads, dh0 = backward(
+                    call, ctx.plan, exchange, intra, Carried(*carried), (do, dht), (h, v_new)
+                )
         results = (*grads, dh0)
         if torch.is_grad_enabled():
             results = _NoDoubleBackward.apply(len(results), *results, *saved[:n], do, dht)
@@ -141,25 +143,29 @@ def forward(call: Call, plan: Plan) -> tuple[chain.Forward, Carried]:
     What the summaries need of fwd_intra comes first; the rest of it runs while the gather is in flight.
     """
     split = _split(call)
-    call = _plain(call, split)
     exchange = _exchange(call, split, FORWARD, plan)()
+    with exchange.or_tell():
+        return _forward(_plain(call, split), plan, split, exchange)
+
+
+def _forward(call: Call, plan: Plan, split: Split, exchange: Exchange) -> tuple[chain.Forward, Carried]:
+    """:func:`forward`, told of where it raises."""
     runs, done = _runs(split), dict[int, Intra]()
     transitions: list[Tensor] = []
-    with exchange.or_tell():
-        fwd_intra = cast(FwdIntra, plan.load("fwd_intra"))
-        fwd_state = cast(FwdState, plan.load("fwd_state"))
-        summaries = _zeros(call, _shape(split, *_sizes(call)))
-        for i, piece in enumerate(split.pieces):
-            if not piece.post:
-                continue
-            rows = _rows(call, split, range(piece.last, piece.last + 1))
-            done[piece.last] = fwd_intra(rows)
-            chain._settle(call)
-            summaries[i] = _summary(rows, done[piece.last], call, split, piece, fwd_state)
-            if piece.passes_through:
-                transitions.append(summaries[i, ..., call.v.shape[3] :].clone())
+    fwd_intra = cast(FwdIntra, plan.load("fwd_intra"))
+    fwd_state = cast(FwdState, plan.load("fwd_state"))
+    summaries = _zeros(call, _shape(split, *_sizes(call)))
+    for i, piece in enumerate(split.pieces):
+        if not piece.post:
+            continue
+        rows = _rows(call, split, range(piece.last, piece.last + 1))
+        done[piece.last] = fwd_intra(rows)
         chain._settle(call)
-        exchange.send(summaries)
+        summaries[i] = _summary(rows, done[piece.last], call, split, piece, fwd_state)
+        if piece.passes_through:
+            transitions.append(summaries[i, ..., call.v.shape[3] :].clone())
+    chain._settle(call)
+    exchange.send(summaries)
     for sequences in runs:
         if sequences.start not in done:
             done[sequences.start] = fwd_intra(_rows(call, split, sequences))
@@ -195,29 +201,28 @@ def backward(
     do, dht = upstream
     whole = _with_states(call, split, carried.states)
     scan: ReverseScan | None = None
-    with exchange.or_tell():
-        if do is None:
-            do = call.v.new_zeros(call.v.shape, dtype=call.q.dtype)
-        bwd_state = cast(BwdState, plan.load("bwd_state"))
-        summaries = _zeros(call, _shape(split, *_sizes(call)))
-        local = summaries[..., : call.v.shape[3]]
-        if not split.ended_elsewhere():
-            chunks = sum(_chunks(split, n, call.BT) for n in range(len(split.bounds) - 1))
-            scan = bwd_state(whole, intra, do, dht, *_unread(whole, chunks))
-            for i, piece in enumerate(split.pieces):
-                if piece.pre:
-                    assert scan.dh0 is not None
-                    local[i] = _k_first(scan.dh0[piece.first], call)
-        else:
-            transitions = iter(carried.transitions)
-            for i, piece in enumerate(split.pieces):
-                if not piece.pre:
-                    continue
-                local[i] = _gradient(call, split, piece, intra, do, dht, bwd_state)
-                if piece.passes_through:
-                    summaries[i, ..., call.v.shape[3] :] = next(transitions).mT
-        chain._settle(call)
-        exchange.send(summaries)
+    if do is None:
+        do = call.v.new_zeros(call.v.shape, dtype=call.q.dtype)
+    bwd_state = cast(BwdState, plan.load("bwd_state"))
+    summaries = _zeros(call, _shape(split, *_sizes(call)))
+    local = summaries[..., : call.v.shape[3]]
+    if not split.ended_elsewhere():
+        chunks = sum(_chunks(split, n, call.BT) for n in range(len(split.bounds) - 1))
+        scan = bwd_state(whole, intra, do, dht, *_unread(whole, chunks))
+        for i, piece in enumerate(split.pieces):
+            if piece.pre:
+                assert scan.dh0 is not None
+                local[i] = _k_first(scan.dh0[piece.first], call)
+    else:
+        transitions = iter(carried.transitions)
+        for i, piece in enumerate(split.pieces):
+            if not piece.pre:
+                continue
+            local[i] = _gradient(call, split, piece, intra, do, dht, bwd_state)
+            if piece.passes_through:
+                summaries[i, ..., call.v.shape[3] :] = next(transitions).mT
+    chain._settle(call)
+    exchange.send(summaries)
     h, v_new = kept
     if h is None or v_new is None:
         fwd_state = cast(FwdState, plan.load("fwd_state"))

@@ -83,21 +83,32 @@ def arguments(problem: Problem, device: torch.device) -> dict[str, Any]:
     }
 
 
+def tokens_like(problem: Problem, sequences: int) -> int:
+    """The fewest tokens that meet the kernels of the problem's T."""
+    many = max(LONG_TOKENS, -(-LONG_WORK // (sequences * problem.HV)))
+    return many if problem.N is None and many <= problem.T else TOKENS
+
+
 def run(
-    problem: Problem, device: torch.device, sequences: Iterable[int] = (1,), *, long: bool = False
+    problem: Problem,
+    device: torch.device,
+    sequences: Iterable[int] = (1,),
+    *,
+    long: bool = False,
+    tokens: int | None = None,
 ) -> Tensor:
-    """The call with so many sequences, forward and where a gradient is needed backward, packed with bounds of
-    either dtype; with ``long``, before it the forward of the fewest of them with many tokens. Returns o of
-    the first with few."""
+    """The call with so many sequences of so many tokens, forward and where a gradient is needed backward,
+    packed with bounds of either dtype; with ``long``, before it the forward of the fewest of them with many
+    tokens. Returns o of the first with few."""
     outputs: list[Tensor] = []
     sequences = list(sequences)
     fewest = max(min(sequences), -(-FEW_CHAINS // problem.HV)) if long else 0
     if long and problem.N is None and fewest * problem.HV <= CHAINS[0]:
-        tokens = max(LONG_TOKENS, -(-LONG_WORK // (fewest * problem.HV)))
-        made = arguments(small(problem, fewest, tokens), device)
+        many = max(LONG_TOKENS, -(-LONG_WORK // (fewest * problem.HV)))
+        made = arguments(small(problem, fewest, many), device)
         _run(made, problem.needs_grad, backward=False)
     for n in sequences:
-        made = arguments(small(problem, n), device)
+        made = arguments(small(problem, n, tokens), device)
         outputs.append(_run(made, problem.needs_grad))
         if problem.N is not None:
             outputs.append(_run({**made, "cu_seqlens": made["cu_seqlens"].int()}, problem.needs_grad))

@@ -26,10 +26,14 @@ def signature(a: dict[str, Any]) -> Hashable | None:
     Raises ContractError or ContractTypeError for a mistake in a context.
     """
     kwargs, cu, context = a["kwargs"], a["cu_seqlens"], a["cp_context"]
-    if not kwargs.keys() <= _PARAMETERS or (cu is not None and getattr(cu, "is_cpu", True)):
-        return None
     split = None if context is None else context_parallel.read(context)
     if context is not None and split is None:
+        return None
+    if context is not None:
+        cu = context.cu_seqlens
+    elif cu is not None and getattr(cu, "is_cpu", True):
+        return None
+    if not kwargs.keys() <= _PARAMETERS:
         return None
     return KNOWN.signature(
         (

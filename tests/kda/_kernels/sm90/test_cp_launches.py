@@ -98,3 +98,19 @@ def test_a_repeated_call_is_known_by_its_place(launched, monkeypatch):  # noqa: 
     assert len(planned) == 2
     assert launches[:2] == launches[2:]
     assert launches[0] != launches[1]
+
+
+def test_boundaries_of_another_dtype_are_another_call(launched, monkeypatch):  # noqa: F811
+    from kernel_fun.kda import ops
+
+    planned = []
+    real = ops._planned
+    monkeypatch.setattr(ops, "_planned", lambda *a: planned.append(a) or real(*a))
+    ops.known.KNOWN.forget()
+    for dtype in (torch.int64, torch.int32, torch.int64):
+        ctx = context([0, 61, 130], 1, 1)
+        ctx.cu_seqlens = ctx.cu_seqlens.to(dtype)
+        x = inputs(cu=[0, 61, 130])
+        del x["cu_seqlens"]
+        chunk_kda(**x, use_qk_l2norm_in_kernel=True, cp_context=ctx)
+    assert len(planned) == 2
