@@ -175,11 +175,10 @@ class TestBuild:
     def rehearsed(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
         """What would be built, without building it."""
         from kernel_fun._cute import objects
-        from kernel_fun._cute.compile import Jit
 
         seen: list[tuple[Any, Any]] = []
-        monkeypatch.setattr(Jit, "object", lambda self, kernel_config: seen.append((self, kernel_config)))
-        monkeypatch.setattr(objects, "write", lambda out, kernels, arch: {})
+        monkeypatch.setattr(objects, "write", lambda out, kernels, arch: seen.extend(kernels))
+        monkeypatch.setattr(warming, "_is_cached", lambda digest: False)
         return seen
 
     GPU = Problem(1, 8192, 4, 4, 128, 128, gate="softplus", beta_mode="sigmoid", l2norm=True, needs_grad=True)
@@ -190,7 +189,9 @@ class TestBuild:
     def test_every_kernel_of_a_training_step(self, rehearsed: list[tuple[Any, Any]], tmp_path: Path) -> None:
         one = ["fwd_intra", "fwd_state", "fwd_state", "bwd_state", "bwd_grads"]
         beside = ["fwd_intra", "fwd_state"]  # the forms of a long forward of few chains
-        report = warming.build([self.GPU], "sm_90a", tmp_path, exactly=True)
+        told: list[warming.Warmed] = []
+        report = warming.build([self.GPU], "sm_90a", tmp_path, exactly=True, on_kernel=told.append)
+        assert told == report
         assert self.kernels(rehearsed) == [*beside, *one]
         forms = [c for _, c in rehearsed if hasattr(c, "overlapped")]
         assert [c.overlapped for c in forms] == [True, True, False, False, False, True]

@@ -7,7 +7,7 @@ the same kernels for a GPU that is not here.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,15 +89,23 @@ def warmup(
 
 
 def build(
-    problems: Problem | Iterable[Problem], arch: str, out: Path, *, exactly: bool = False
+    problems: Problem | Iterable[Problem],
+    arch: str,
+    out: Path,
+    *,
+    exactly: bool = False,
+    on_kernel: Callable[[Warmed], None] | None = None,
 ) -> list[Warmed]:
     """Compile the CuTe kernels of problems for an architecture into a directory, without a GPU.
+
+    A kernel is in the directory once it is built: a run that was stopped is taken up by the next.
 
     Args:
         problems: Of chunk_kda; B, T and N may be anything.
         arch: ``sm_90a``.
         out: Directory that ``KERNEL_FUN_KERNELS`` will name.
         exactly: Only what problems of this B, or N, need; else of any.
+        on_kernel: Told of each kernel when it is built.
 
     Returns:
         One entry a kernel, with the time it took.
@@ -116,15 +124,25 @@ def build(
     from kernel_fun._cute import objects
 
     out.mkdir(parents=True, exist_ok=True)
-    seen = kernels(_distinct(problems), ARCHS[arch], exactly=exactly)
     report: list[Warmed] = []
-    for jit, kernel_config in seen:
+    for jit, kernel_config in kernels(_distinct(problems), ARCHS[arch], exactly=exactly):
         begin = time.perf_counter()
-        jit.object(kernel_config)
+        how = "from the cache" if _is_cached(jit.digest(kernel_config)) else "compiled"
+        objects.write(out, [(jit, kernel_config)], arch)
         what = f"{jit.module.rpartition('.')[2]} {kernel_config}"
-        report.append(Warmed(what, "compiled", time.perf_counter() - begin))
-    objects.write(out, seen, arch)
+        report.append(Warmed(what, how, time.perf_counter() - begin))
+        if on_kernel is not None:
+            on_kernel(report[-1])
     return report
+
+
+def _is_cached(digest: str) -> bool:
+    from kernel_fun._common import cache
+
+    try:
+        return cache.load(digest) is not None
+    except cache.CacheRefused:
+        return False
 
 
 def kernels(

@@ -32,9 +32,9 @@ def run(args: argparse.Namespace, screen: Screen) -> tuple[int, dict[str, Any]]:
         inference = replace(described, needs_grad=False, keep=False, wants_ht=True)
         dense = (described, inference, replace(inference, has_h0=True))
         problems = [replace(p, B=1, N=N) for N in (None, 2) for p in dense]
-    report = build(problems, args.arch, args.out, exactly=args.exactly)
-    for entry in report:
-        screen.line(str(entry))
+    report = build(
+        problems, args.arch, args.out, exactly=args.exactly, on_kernel=lambda entry: screen.line(str(entry))
+    )
     seconds = sum(entry.seconds for entry in report)
     screen.line(f"{len(report)} kernels for {args.arch} in {args.out}, {seconds:.1f} s")
     screen.line(f"to use them: {config.KERNELS.name}={args.out.resolve()}")
