@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -14,13 +10,11 @@ import torch
 
 pytest.importorskip("triton")
 
-import kernel_fun
+from calls import calls_of
 from kernel_fun._common import config, support
 from kernel_fun._common import device as devices
 from kernel_fun.cconv import causal_conv1d
 from kernel_fun.cconv._kernels.triton import bwd, fwd
-
-OURS = str(Path(kernel_fun.__file__).parent)
 
 
 class Nothing:
@@ -44,22 +38,6 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def calls_of(function: Callable[[], Any]) -> Counter[str]:
-    """Calls of our Python functions, and calls that they make of built-in ones."""
-    seen: Counter[str] = Counter()
-
-    def count(frame: FrameType, event: str, argument: Any) -> None:
-        if event in ("call", "c_call") and frame.f_code.co_filename.startswith(OURS):
-            seen[event] += 1
-
-    sys.setprofile(count)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return seen
-
-
 @pytest.mark.parametrize(
     ("what", "ceiling"), [("inference", (35, 35)), ("training", (43, 40)), ("backward", (25, 20))]
 )
@@ -75,5 +53,5 @@ def test_a_warm_call_makes_few_calls(what: str, ceiling: tuple[int, int]) -> Non
         step = lambda: torch.autograd.grad(y, (x, weight), dy, retain_graph=True)  # noqa: E731
     step(), step()
     found = calls_of(step)
-    assert 0 < found["call"] <= ceiling[0], found
-    assert 0 < found["c_call"] <= ceiling[1], found
+    assert 0 < found["python"] <= ceiling[0], found
+    assert 0 < found["built in"] <= ceiling[1], found

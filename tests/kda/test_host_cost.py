@@ -7,11 +7,7 @@ belongs to the first one. The ceilings leave a little room, not enough for a pla
 
 from __future__ import annotations
 
-import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -19,7 +15,7 @@ import torch
 
 pytest.importorskip("cutlass")
 
-import kernel_fun
+from calls import calls_of
 from kernel_fun._common import config, notes, support
 from kernel_fun._common import device as devices
 from kernel_fun.kda import chunk_kda
@@ -37,7 +33,6 @@ from kernel_fun.testing import make_inputs
 
 KERNELS = (fwd_intra, fwd_state, bwd_state, bwd_grads, bwd_grads_reduce)
 PLANNED = KERNELS[:4]
-OURS = str(Path(kernel_fun.__file__).parent)
 
 
 @pytest.fixture(autouse=True)
@@ -61,24 +56,6 @@ def problem(**changes: Any) -> dict[str, Any]:
 def as_leaves(x: dict[str, Any]) -> dict[str, Any]:
     grad = lambda t: isinstance(t, torch.Tensor) and t.is_floating_point()  # noqa: E731
     return {n: t.detach().requires_grad_() if grad(t) else t for n, t in x.items()}
-
-
-def calls_of(function: Callable[[], Any]) -> Counter[str]:
-    """Calls of our Python functions, and calls that they make of built-in ones."""
-    seen: Counter[str] = Counter()
-
-    def count(frame: FrameType, event: str, argument: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(OURS):
-            seen["python"] += 1
-        elif event == "c_call" and frame.f_code.co_filename.startswith(OURS):
-            seen["built in"] += 1
-
-    sys.setprofile(count)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return seen
 
 
 def forward(x: dict[str, Any]) -> Callable[[], Any]:

@@ -17,10 +17,9 @@ if TYPE_CHECKING:
 TOKENS = 2 * BT + 2
 """Three chunks, the last partial."""
 LONG_TOKENS = 64 * BT
-"""From here on,"""
+"""Tokens of a sequence that give the forward of few chains forms of its own; T decides nothing else."""
 LONG_WORK = 1 << 16
-"""and from so many tokens of all value heads together, the forward of few chains has forms of its own; T
-decides nothing else."""
+"""And tokens of all value heads together."""
 FEW_CHAINS = 6
 """Chains that have them, where fewer do not."""
 CHAINS = (66, 100, 132, 200, 264, 600)
@@ -83,9 +82,14 @@ def arguments(problem: Problem, device: torch.device) -> dict[str, Any]:
     }
 
 
+def _many(problem: Problem, sequences: int) -> int:
+    """The fewest tokens of so many sequences that make a long forward."""
+    return max(LONG_TOKENS, -(-LONG_WORK // (sequences * problem.HV)))
+
+
 def tokens_like(problem: Problem, sequences: int) -> int:
     """The fewest tokens that meet the kernels of the problem's T."""
-    many = max(LONG_TOKENS, -(-LONG_WORK // (sequences * problem.HV)))
+    many = _many(problem, sequences)
     return many if problem.N is None and many <= problem.T else TOKENS
 
 
@@ -104,8 +108,7 @@ def run(
     sequences = list(sequences)
     fewest = max(min(sequences), -(-FEW_CHAINS // problem.HV)) if long else 0
     if long and problem.N is None and fewest * problem.HV <= CHAINS[0]:
-        many = max(LONG_TOKENS, -(-LONG_WORK // (fewest * problem.HV)))
-        made = arguments(small(problem, fewest, many), device)
+        made = arguments(small(problem, fewest, _many(problem, fewest)), device)
         _run(made, problem.needs_grad, backward=False)
     for n in sequences:
         made = arguments(small(problem, n, tokens), device)

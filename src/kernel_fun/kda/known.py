@@ -26,11 +26,12 @@ def signature(a: dict[str, Any]) -> Hashable | None:
     Raises ContractError or ContractTypeError for a mistake in a context.
     """
     kwargs, cu, context = a["kwargs"], a["cu_seqlens"], a["cp_context"]
-    split = None if context is None else context_parallel.read(context)
-    if context is not None and split is None:
-        return None
+    place = None
     if context is not None:
-        cu = context.cu_seqlens
+        split = context_parallel.read(context)
+        if split is None:
+            return None
+        cu, place = context.cu_seqlens, split.place
     elif cu is not None and getattr(cu, "is_cpu", True):
         return None
     if not kwargs.keys() <= _PARAMETERS:
@@ -46,7 +47,7 @@ def signature(a: dict[str, Any]) -> Hashable | None:
             a["disable_recompute"], a["return_intermediate_states"], a["state_v_first"], a["use_graph"],
             a["max_num_seqs"],
         ),
-        None if split is None else split.place,
+        place,
     )  # fmt: skip
 
 

@@ -69,10 +69,10 @@ def _is_alone(call: Call) -> bool:
     return call.cu_seqlens is None and (h0 is None or h0.is_contiguous())
 
 
-def fwd_state(call: Call, intra: Intra, *, keep: bool, output: bool = True) -> Scan:
-    """See :class:`kernel_fun.kda.stages.FwdState`."""
+def fwd_state(call: Call, intra: Intra, *, keep: bool, output: bool = True, leads: bool = False) -> Scan:
+    """See :class:`kernel_fun.kda.stages.FwdState`. ``leads``: bwd_state is launched next, beside it."""
     wants_ht = call.output_final_state and (output or not keep)
-    ready, leads = call.scratch.pop("ready", None), call.scratch.pop("leads", False)
+    ready = call.scratch.pop("ready", None)
     q, k, v, g, beta, A_log, _, dt_bias = _operands(call)
     h0 = None if call.initial_state is None else call.initial_state.detach().contiguous()
     _check_addresses(call, intra, h0=h0)
@@ -105,8 +105,8 @@ def bwd_state(
         fit = call.notes.get("scans_fit")
         if fit is None:
             fit = call.notes["scans_fit"] = _scans_fit(call)
-        call.scratch["leads"] = beside = fit and not torch.are_deterministic_algorithms_enabled()
-        rescan = fwd_state(call, intra, keep=True, output=False)
+        beside = fit and not torch.are_deterministic_algorithms_enabled()
+        rescan = fwd_state(call, intra, keep=True, output=False, leads=beside)
         h, v_new = rescan.h, rescan.v_new
         assert h is not None
         assert v_new is not None
