@@ -69,8 +69,13 @@ def _is_alone(call: Call) -> bool:
     return call.cu_seqlens is None and (h0 is None or h0.is_contiguous())
 
 
-def fwd_state(call: Call, intra: Intra, *, keep: bool, output: bool = True, leads: bool = False) -> Scan:
-    """See :class:`kernel_fun.kda.stages.FwdState`. ``leads``: bwd_state is launched next, beside it."""
+def fwd_state(call: Call, intra: Intra, *, keep: bool, output: bool = True) -> Scan:
+    """See :class:`kernel_fun.kda.stages.FwdState`."""
+    return _scan(call, intra, keep=keep, output=output)
+
+
+def _scan(call: Call, intra: Intra, *, keep: bool, output: bool, leads: bool = False) -> Scan:
+    """fwd_state. ``leads``: bwd_state is launched next, beside it."""
     wants_ht = call.output_final_state and (output or not keep)
     ready = call.scratch.pop("ready", None)
     q, k, v, g, beta, A_log, _, dt_bias = _operands(call)
@@ -106,7 +111,7 @@ def bwd_state(
         if fit is None:
             fit = call.notes["scans_fit"] = _scans_fit(call)
         beside = fit and not torch.are_deterministic_algorithms_enabled()
-        rescan = fwd_state(call, intra, keep=True, output=False, leads=beside)
+        rescan = _scan(call, intra, keep=True, output=False, leads=beside)
         h, v_new = rescan.h, rescan.v_new
         assert h is not None
         assert v_new is not None
