@@ -21,7 +21,7 @@ A_LOGS = (-100.0, -20.0, -1.0, 0.0, 1.0, 2.77, 20.0, 80.0, 88.0, 100.0)
 
 
 def exp2(x: Any) -> Any:
-    with np.errstate(over="ignore", under="ignore"):
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         y = np.exp2(np.float32(x))
     return np.where(y < np.float32(2.0**-126), np.float32(0), y)
 
@@ -31,6 +31,12 @@ def gate(monkeypatch: pytest.MonkeyPatch):
     """``Gate`` with numpy in the place of the DSL."""
     monkeypatch.setattr(decay, "exp2", exp2)
     monkeypatch.setattr(decay, "magnitude", np.abs)
+    monkeypatch.setattr(
+        decay, "part", lambda x, y: np.nan_to_num(np.clip(x * y, np.float32(0), np.float32(1)))
+    )
+    monkeypatch.setattr(
+        decay, "cut", lambda x, limit=126.0: np.clip(x, np.float32(-limit), np.float32(limit))
+    )
     monkeypatch.setattr(decay, "Float32", np.float32)
     monkeypatch.setattr(decay, "cutlass", SimpleNamespace(min=np.minimum, max=np.maximum))
     arch = SimpleNamespace(rcp_approx=lambda x: np.float32(1) / x)
@@ -70,13 +76,20 @@ def test_decay_of_every_raw_gate(gate: Any, kind: str, A_log: float):
     np.testing.assert_allclose(l2[seen] / decay.LOG2E, l[seen], rtol=3e-5)
 
 
+@pytest.mark.parametrize("x, A_log", [(np.nan, 0.0), (0.5, np.nan)], ids=["g", "A_log"])
+@pytest.mark.parametrize("kind", ["softplus", "bounded"])
+def test_nan_stays(gate: Any, kind: str, x: float, A_log: float):
+    head = gate.of_head(kind, np.float32(A_log), np.float32(-5.0))
+    assert np.isnan(head.decay(np.float32(x)))
+
+
 @pytest.mark.parametrize("x, a", [(0.0, 1.0), (-np.inf, 0.0), (-1000.0, 0.0), (-np.log(2.0), 0.5)])
 def test_the_log_gate_is_its_own_logarithm(gate: Any, x: float, a: float):
     head = gate.of_head("log", None, np.float32(0))
     np.testing.assert_allclose(head.decay(np.float32(x)), a, rtol=1e-6)
 
 
-@pytest.mark.parametrize("A_log", A_LOGS)
+@pytest.mark.parametrize("A_log", (*A_LOGS, -np.inf, np.inf))
 @pytest.mark.parametrize("kind", decay.GATES)
 def test_a_row_without_a_token_has_no_decay(gate: Any, kind: str, A_log: float):
     with np.errstate(all="ignore"):

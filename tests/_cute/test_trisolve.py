@@ -81,13 +81,13 @@ def run(L: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
         monkeypatch.setattr(trisolve, name, getattr(tile, name)())
     for warp in range(2):
         trisolve.invert_blocks(tile, warp, LANE)  # type: ignore[arg-type]
-    rows = [trisolve.rows_of_L(tile, warp, LANE) for warp in range(8)]  # type: ignore[arg-type]
+    rows = [trisolve.rows_of_L(tile, warp, LANE) for warp in range(4)]  # type: ignore[arg-type]
     for warp in range(4):
         trisolve.merge_16(tile, warp, LANE)  # type: ignore[arg-type]
-    for warp in range(8):
+    for warp in range(4):
         trisolve.multiply_32(tile, warp, LANE, rows[warp])  # type: ignore[arg-type]
-    X_b = [trisolve.rows_of_X(tile, warp, LANE) for warp in range(8)]  # type: ignore[arg-type]
-    for warp in range(8):
+    X_b = [trisolve.rows_of_X(tile, warp, LANE) for warp in range(4)]  # type: ignore[arg-type]
+    for warp in range(4):
         trisolve.merge_32(tile, warp, LANE, X_b[warp])  # type: ignore[arg-type]
     X = np.zeros((SIZE, SIZE), np.float32)
     for I in range(4):
@@ -118,7 +118,7 @@ def test_inverse(name: str, L: np.ndarray, tolerance: float, on_numpy: None, mon
 
 @dataclass(frozen=True)
 class Config:
-    warps: int = 8
+    warps: int = 4
 
 
 class Inverse:
@@ -141,8 +141,7 @@ class Inverse:
         if warp < 2:
             trisolve.invert_blocks(sL, warp, lane)
         cute.arch.sync_threads()
-        if warp < 4:
-            trisolve.merge_16(sL, warp, lane)
+        trisolve.merge_16(sL, warp, lane)
         rows = trisolve.rows_of_L(sL, warp, lane)
         cute.arch.sync_threads()
         trisolve.multiply_32(sL, warp, lane, rows)

@@ -201,6 +201,20 @@ def test_nan_stays_in_its_sequence() -> None:
             assert torch.equal(spoiled[name][:, rows], clean[name][:, rows]), name
 
 
+@pytest.mark.parametrize("regime", ["softplus_random", "bounded"])
+@pytest.mark.parametrize("name", ["A_log", "dt_bias"])
+def test_nan_of_a_parameter_is_seen(name: str, regime: str) -> None:
+    """It spoils its own head, all of it: no clamp takes it for a number."""
+    x = make_inputs(regime, T=100, **HEADS)
+    x[name].view(HEADS["HV"], -1)[3] = float("nan")
+    out = run(chunk_kda, x, **make_upstream(x))
+    assert out["o"][:, 1:, 3].isnan().all()
+    assert out["dg"][:, 1:, 3].isnan().all()
+    assert out[f"d{name}"].view(HEADS["HV"], -1)[3].isnan().all()
+    for grad in ("o", "dv", "dg", "dbeta"):
+        assert out[grad][:, :, :3].isfinite().all(), grad
+
+
 @pytest.mark.parametrize("seqlens", [None, LENGTHS], ids=["dense", "packed"])
 def test_strides_do_not_matter(seqlens: tuple[int, ...] | None) -> None:
     """Slices of a wider projection, a transposed layout, and rows that no 16-byte load can address."""

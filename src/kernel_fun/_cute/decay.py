@@ -50,9 +50,17 @@ def exp2(x: Float32) -> Float32:
     return cute.arch.inline_ptx(ptx, write_only_types=[Float32], read_only_args=[x])
 
 
-def normal_exp2(x: Float32) -> Float32:
-    """2^x, held within the normal numbers and times log2 e still there: times 0 it is 0, times inf inf."""
-    return exp2(cutlass.max(cutlass.min(x, Float32(LARGEST)), Float32(-LARGEST)))
+def cut(x: Float32, limit: float = LARGEST) -> Float32:
+    """x cut to [-limit, limit]; NaN stays NaN. Within :data:`LARGEST` powers of 2 are normal numbers, times log2 e too."""
+    ptx = "{ .reg .f32 x; min.NaN.f32 x, {$r0}, {$r1}; max.NaN.f32 {$w0}, x, {$r2}; }"
+    limits = Float32(limit), Float32(-limit)
+    return cute.arch.inline_ptx(ptx, write_only_types=[Float32], read_only_args=[x, *limits])
+
+
+def part(x: Float32, y: Float32) -> Float32:
+    """x y cut to [0, 1], one instruction; NaN is 0."""
+    ptx = "mul.sat.f32 {$w0}, {$r0}, {$r1};"
+    return cute.arch.inline_ptx(ptx, write_only_types=[Float32], read_only_args=[x, y])
 
 
 def magnitude(x: Float32) -> Float32:
@@ -65,7 +73,7 @@ class Gate:
     """The gate of one value head. ``kind`` is static; the rest are fp32 values of the running kernel.
 
     ``rate``: exp(A_log) log2 e (softplus) or -exp(A_log) log2 e (bounded), finite and not 0. ``log_rate``:
-    log2 of rate. ``inverse``: 1 / rate, finite and not 0. ``bound``: lower_bound log2 e.
+    log2 of rate before it is cut, finite. ``inverse``: 1 / rate, finite and not 0. ``bound``: lower_bound log2 e.
     """
 
     kind: str
@@ -81,9 +89,9 @@ class Gate:
             return cls(kind)
         A_log = Float32(0.0) if A_log is None else A_log
         if kind == "bounded":
-            return cls(kind, rate=normal_exp2(A_log * LOG2E) * -LOG2E, bound=lower_bound * LOG2E)
-        log_rate = A_log * LOG2E + LOG2_LOG2E
-        return cls(kind, rate=normal_exp2(log_rate), log_rate=log_rate, inverse=normal_exp2(-log_rate))
+            return cls(kind, rate=exp2(cut(A_log * LOG2E)) * -LOG2E, bound=lower_bound * LOG2E)
+        log_rate = cut(A_log * LOG2E + LOG2_LOG2E, FLT_MAX)
+        return cls(kind, rate=exp2(cut(log_rate)), log_rate=log_rate, inverse=exp2(-cut(log_rate)))
 
     def log2_decay(self, x: Float32) -> Float32:
         """l log2 e of a raw gate with its bias added."""
@@ -92,9 +100,9 @@ class Gate:
         if self.kind == "bounded":
             return self.bound * cute.arch.rcp_approx(exp2(x * self.rate) + 1.0)
         positive = cutlass.max(x, Float32(0.0))
-        # at the limit l is below -2^125 whatever P is, so a = 0
-        tail = exp2(cutlass.min(magnitude(x) * -LOG2E + self.log_rate, Float32(LARGEST)))
-        e = tail * self.inverse
+        tail = exp2(magnitude(x) * -LOG2E + self.log_rate)
+        # beyond the limits of inverse e is wrong where l is below -2^100 and a is 0, but still in [0, 1]
+        e = part(tail, self.inverse)
         P = Float32(LOG1P[-1])
         for c in LOG1P[-2::-1]:
             P = P * e + c

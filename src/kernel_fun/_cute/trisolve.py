@@ -1,4 +1,4 @@
-"""Inverse of a unit lower triangular 64 x 64 tile in shared memory, by up to eight warps: 16 -> 32 -> 64.
+"""Inverse of a unit lower triangular 64 x 64 tile in shared memory, by four warps: 16 -> 32 -> 64.
 
     X_II = (I + L_II)^-1                 16 x 16, by substitution, fp32, two blocks a warp
     X_ba = -X_b (L_ba X_a)               16 -> 32 and 32 -> 64, mma.sync tf32, fp32 accumulators
@@ -68,26 +68,27 @@ def merge_16(sL: cute.Tensor, warp: Int32, lane: Int32) -> None:
 def rows_of_L(sL: cute.Tensor, warp: Int32, lane: Int32) -> list[list[Int32]]:
     """What :func:`multiply_32` reads that no merge wrote."""
     tile = Fragments(sL, lane)
-    low = (warp >> 2) * (BLOCK * PITCH)
+    low = (warp >> 1) * (BLOCK * PITCH)
     return [tile.left(2 * BLOCK * PITCH + low + 8 * k) for k in range(4)]
 
 
 def multiply_32(sL: cute.Tensor, warp: Int32, lane: Int32, L: list[list[Int32]]) -> None:
-    """T = L_ba X_a of the 32 x 32 block below the diagonal, 16 rows of eight columns to each of eight warps."""
+    """T = L_ba X_a of the 32 x 32 block below the diagonal, a 16 x 16 block to each of four warps."""
     tile = Fragments(sL, lane)
-    columns, low = (warp & 3) * 8, (warp >> 2) * (BLOCK * PITCH)
-    in_first_block = columns < BLOCK
-    to_X_a = columns + select(in_first_block, Int32(BLOCK - BLOCK * PITCH), Int32(0))
-    X_a = [[select(in_first_block, w, Int32(0)) for w in tile.right(k * PITCH + columns)] for k in (0, 8)]
-    X_a += [tile.right(to_X_a + k * PITCH) for k in (16, 24)]
-    T = product_of_four(L, [[tf32(x) for x in X] for X in X_a])
-    tile.put(columns + 2 * BLOCK + low, T, rounded)
+    first, low = (warp & 1) == 0, (warp >> 1) * (BLOCK * PITCH)
+    columns = (warp & 1) * BLOCK
+    to_X_a = columns + select(first, Int32(BLOCK - BLOCK * PITCH), Int32(0))
+    for n in (0, 8):
+        X_a = [[select(first, w, Int32(0)) for w in tile.right(k * PITCH + columns + n)] for k in (0, 8)]
+        X_a += [tile.right(to_X_a + n + k * PITCH) for k in (16, 24)]
+        T = product_of_four(L, [[tf32(x) for x in X] for X in X_a])
+        tile.put(columns + n + 2 * BLOCK + low, T, rounded)
 
 
 def rows_of_X(sL: cute.Tensor, warp: Int32, lane: Int32) -> list[list[Int32]]:
     """What :func:`merge_32` reads that :func:`multiply_32` did not write: of rows 0-15 X_22, of 16-31 X_32 and X_33."""
     tile = Fragments(sL, lane)
-    is_low = warp >= 4
+    is_low = warp >= 2
     X_22, X_33 = 2 * BLOCK * (PITCH + 1), 3 * BLOCK * (PITCH + 1)
     first = select(is_low, Int32(X_22 + BLOCK), Int32(X_22))
     X_b = [[tf32(x) for x in tile.left(at)] for at in (first, first + 8, X_33, X_33 + 8)]
@@ -95,11 +96,12 @@ def rows_of_X(sL: cute.Tensor, warp: Int32, lane: Int32) -> list[list[Int32]]:
 
 
 def merge_32(sL: cute.Tensor, warp: Int32, lane: Int32, X_b: list[list[Int32]]) -> None:
-    """-X_b T in the place of L_ba, by the eight warps of :func:`multiply_32`."""
+    """-X_b T in the place of L_ba, by the four warps of :func:`multiply_32`."""
     tile = Fragments(sL, lane)
-    columns, low = (warp & 3) * 8, (warp >> 2) * (BLOCK * PITCH)
-    X = product_of_four(X_b, [tile.right(columns + 2 * BLOCK + 8 * k * PITCH) for k in range(4)])
-    tile.put(2 * BLOCK * PITCH + low + columns, X, negated)
+    columns, low = (warp & 1) * BLOCK, (warp >> 1) * (BLOCK * PITCH)
+    for n in (0, 8):
+        X = product_of_four(X_b, [tile.right(columns + n + 2 * BLOCK + 8 * k * PITCH) for k in range(4)])
+        tile.put(2 * BLOCK * PITCH + low + columns + n, X, negated)
 
 
 def product_of_four(left: list[list[Int32]], right: list[list[Int32]]) -> list[Float32]:

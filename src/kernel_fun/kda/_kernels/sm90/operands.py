@@ -6,8 +6,8 @@ Per chunk of BT = 64 tokens, a = 2^(log2 decay) [BT, K], one exponential per tok
     qE = io(scale q^ E)       kE = io(-beta k^ E)          kR = io(k^ R)
 
 q^, k^ are q, k times their rstd. A BUILD warp has a block of BC = 16 tokens and 64 channels; the decays of the chunk
-before its block and after it come from fwd_intra, so that no warp waits for another. In bf16 a scale and its decay are
-rounded before they meet q or k. qE is written over q, kR over k, kE over g. Rows past the end of a sequence get q = k
+before its block and after it come from fwd_intra, so that no warp waits for another. In bf16 the scale and decay of qE
+and kE are rounded before they meet q or k; not those of kR, whose errors the state keeps. qE is written over q, kR over k, kE over g. Rows past the end of a sequence get q = k
 = beta = 0 and a gate without decay before anything reads them: what follows them in memory, NaN included, enters no
 product.
 
@@ -30,7 +30,7 @@ from cutlass import Float32, Int32, Int64, const_expr, cute
 
 from kernel_fun._cute import pipe
 from kernel_fun._cute.compile import DTYPES
-from kernel_fun._cute.decay import LOG2E, NO_DECAY, exp2, magnitude, normal_exp2
+from kernel_fun._cute.decay import LOG2E, NO_DECAY, cut, exp2, magnitude
 from kernel_fun._cute.pipe import Pipe
 from kernel_fun._cute.tile import Tile, tokens_first, vector
 from kernel_fun._cute.warp import load_relaxed, pack, product, select, store_relaxed, unpack
@@ -86,7 +86,7 @@ class BlockDecay:
         """``A_log``: fp32 value of the head, None for 0. ``lower_bound``: fp32, for bounded alone."""
         if config.gate == "log":
             return cls("log", Float32(LOG2E))
-        rate = normal_exp2((Float32(0.0) if A_log is None else A_log) * LOG2E)
+        rate = exp2(cut((Float32(0.0) if A_log is None else A_log) * LOG2E))
         if config.gate == "bounded":
             return cls("bounded", rate * -LOG2E, lower_bound * LOG2E)
         return cls("softplus", Float32(LOG2E), -rate, tuple(c * LOG2E for c in LOG1P[config.io]))
@@ -325,7 +325,7 @@ class Builder:
             kb, sk = ahead
             kR = [None] * n
             for u in cutlass.range_constexpr(n - 1, -1, -1):
-                kR[u] = self.scaled(kb[u], sk[u], R)
+                kR[u] = self.scaled(kb[u], sk[u], R, exact=True)
                 for e in cutlass.range_constexpr(2):
                     R[e] = R[e] * a[b + u, e]
             if const_expr(b > 0):
@@ -338,9 +338,10 @@ class Builder:
         tokens = range(first, first + self.config.batch)
         return [wX[at(word, t)] if words is None else words[t] for t in tokens]
 
-    def scaled(self, word: Any, scale: Any, x: Any) -> Any:
-        """A pair of channels times a scale and a pair of decays, rounded; in bf16 their product is rounded before."""
-        if self.io is cutlass.BFloat16:
+    def scaled(self, word: Any, scale: Any, x: Any, *, exact: bool = False) -> Any:
+        """A pair of channels times a scale and a pair of decays, rounded; in bf16 their product is rounded before,
+        unless ``exact``."""
+        if self.io is cutlass.BFloat16 and not exact:
             return product(word, pack(x[0] * scale, x[1] * scale, self.io), self.io)
         u = unpack(word, self.io)
         return pack(*(u[e] * scale * x[e] for e in range(2)), self.io)

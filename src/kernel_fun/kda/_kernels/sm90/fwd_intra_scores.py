@@ -1,0 +1,514 @@
+"""The passes and blocks of fwd_intra, as its file names them: from raw words to Aqk and L in shared memory.
+
+Plain methods are Python, traced inline; the others hold branches of the kernel.
+"""
+
+# sizes: one pass and what it leaves for the blocks, read in order
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
+
+from kernel_fun._cute import scan, trisolve
+from kernel_fun._cute.compile import DTYPES
+from kernel_fun._cute.decay import LOG2E, NO_DECAY, exp2
+from kernel_fun._cute.tile import Tile
+from kernel_fun._cute.warp import (
+    load2,
+    load4,
+    matrices,
+    mma,
+    mma_k8,
+    pack,
+    product,
+    select,
+    store2,
+    store4,
+    unpack,
+)
+
+BT = 64
+BC = 8
+WARPS = 8
+SOLVERS = 4
+"""Warps that merge inverses; the first of the others asks for the next item."""
+
+PASS = 64
+"""Channels of one pass: a row of 128 bytes, two channels a lane."""
+
+ROW_WORDS = 32
+SLOT_WORDS = BC * ROW_WORDS
+HALF_WORDS = BT * ROW_WORDS
+EPS = 1e-6
+
+
+class Scores:
+    """Of a kernel with a config ``c``, a dtype ``io``, a tile of g, and views of shared memory: its ``lanes``."""
+
+    c: Any
+    io: Any
+    g_tile: Tile
+    warp: Int32
+    lane: Int32
+    r: Int32
+    t: Int32
+    at: Int32
+    words: cute.Tensor
+    L: cute.Tensor
+    D: cute.Tensor
+    beta: cute.Tensor
+    parameters: cute.Tensor
+    place: cute.Tensor
+    between: cute.Tensor
+    Aqk_words: cute.Tensor
+    Aqk_values: cute.Tensor
+    scales: cute.Tensor
+
+    def settle_beta(self) -> None:
+        """beta of the warp's rows, from what is in memory to its fp32 value."""
+        beta, row = self.beta, BC * self.warp + (self.lane & 7)
+        word = beta[row]
+        x = (
+            as_float(word)
+            if self.c.beta == "float32"
+            else unpack(word, getattr(cutlass, DTYPES[self.c.beta]))[0]
+        )
+        if self.c.beta_mode != "raw":
+            top = 2.0 if self.c.beta_mode == "sigmoid2" else 1.0
+            x = top * cute.arch.rcp_approx(exp2(x * -LOG2E) + 1.0)
+        cute.arch.sync_warp()
+        beta[row] = bits_of(x)
+
+    @cute.jit
+    def scores(self, gate: cutlass.Constexpr[Any], scale: Float32, valid: Int32):
+        """Levels 1, 2 and 4 of Aqk and L, which stay in registers, and the operands of all wider blocks."""
+        acc = cute.make_rmem_tensor(4 + 3 + BC, Float32)  # levels 2 and 4, three norms, traces of level 1
+        acc.fill(0.0)
+        for p in cutlass.range_constexpr(self.c.passes):
+            self.one_pass(p, gate, acc)
+        self.put_sums(acc)
+        pair = self.sum_of_traces()
+        self.scale_of_row(scale, valid)
+        return acc, pair
+
+    def clear_diagonal(self) -> None:
+        """Zeros to the warp's rows of its 16 x 16 block of Aqk, of which those above the diagonal remain."""
+        i, unit = BC * self.warp + (self.lane & 7), (self.warp & 6) + ((self.lane >> 3) & 1)
+        store4(self.Aqk_words.iterator.toint() + i * 128 + ((unit ^ (i & 7)) << 4), [Int32(0)] * 4)
+
+    @cute.jit
+    def blank(self, valid: Int32):
+        """Rows of the warp's block past the last token: q and k 0, g without decay, whatever TMA brought."""
+        c, words, row = self.c, self.words, BC * self.warp
+        no_decay = self.no_decay_word()
+        for i in cutlass.range(cutlass.max(valid - row, 0), BC, unroll=1):
+            at = (row + i) * ROW_WORDS + self.lane
+            for p in cutlass.range_constexpr(c.passes):
+                words[at + p * HALF_WORDS] = Int32(0)
+                words[at + p * HALF_WORDS + c.k_words] = Int32(0)
+            for p in cutlass.range_constexpr(self.g_tile.smem_bytes // (4 * HALF_WORDS)):
+                words[at + p * HALF_WORDS + c.g_words] = no_decay
+        cute.arch.sync_warp()
+
+    def no_decay_word(self) -> Int32:
+        """One or two raw gates of no decay."""
+        x = Float32(NO_DECAY[self.c.gate])
+        return bits_of(x) if self.c.g == "float32" else pack(x, x, self.g_tile.dtype)
+
+    def norms(self, slot: Int32, acc: cute.Tensor) -> None:
+        """q.k, q.q and k.k of the warp's rows over the channels of a pass, added to acc[4:7].
+
+        The diagonals of [q; k] k^T and [q; k] q^T: lane (r, t) has that of row r if t = r / 2.
+        """
+        at = (
+            self.at
+            + 4 * slot
+            + row_of_matrix(self.lane, self.lane >> 4)
+            + ((self.lane >> 3) & 1) * (4 * self.c.k_words)
+        )
+        sums = cute.make_rmem_tensor(8, Float32)
+        sums.fill(0.0)
+        for j in range(PASS // 16):
+            x = matrices(at ^ (32 * j))
+            for half in (x[:2], x[2:]):  # eight channels of q and of k
+                mma_k8(sums, 0, half, half[1], self.io)
+                if self.c.l2norm:
+                    mma_k8(sums, 4, half, half[0], self.io)
+        for n, e in enumerate((0, 4, 2), 4):
+            acc[n] = acc[n] + self.diagonal(sums, e)
+
+    def diagonal(self, sums: cute.Tensor, e: int) -> Float32:
+        """Element (r, r) of the 8 x 8 product whose first row of fragments is sums[e : e + 2], if t = r / 2."""
+        return select((self.r & 1) == 1, sums[e + 1], sums[e])
+
+    @cute.jit
+    def put_sums(self, acc: cute.Tensor):
+        """The sums of :meth:`norms` to where their scales will stand, and the diagonals of :meth:`level_one`.
+
+        The latter to words of the warp's rows of Aqk that are above the diagonal, or not yet written.
+        """
+        scales = self.scales
+        if (self.r >> 1) == self.t:
+            for n in cutlass.range_constexpr(3):
+                scales[n * BT + BC * self.warp + self.r] = acc[4 + n]
+            for half in cutlass.range_constexpr(2):
+                words = [bits_of(acc[7 + BC // 2 * half + n]) for n in range(4)]
+                store4(self.traces_at(half) ^ (self.r * (4 * ROW_WORDS + 16)), words)
+        cute.arch.sync_warp()
+
+    def traces_at(self, half: Any) -> Int32:
+        """Where four sums of the first row of the warp's block are: unit u of row i stands at u ^ i."""
+        return (
+            self.Aqk_words.iterator.toint()
+            + self.warp * (4 * SLOT_WORDS)
+            + 16 * (((self.warp & 6) ^ 2) + half)
+        )
+
+    def sum_of_traces(self) -> Float32:
+        """Of level 1, S_q of the warp's token pair ``lane & 7`` or, from 4 on, S_k of pair ``(lane & 7) - 4``."""
+        at = self.traces_at((self.lane >> 2) & 1) + 4 * (self.lane & 3)
+        return pairwise([as_float(word_at(at ^ (i * (4 * ROW_WORDS + 16)), 0)) for i in range(BC)])
+
+    def scale_of_row(self, scale: Float32, valid: Int32) -> None:
+        """Factors of row and column ``row`` in place of its sums, Aqk[row, row], and q_rstd in the place of beta."""
+        scales, row = self.scales, BC * self.warp + (self.lane & 7)
+        exists = row < valid
+        beta = as_float(self.beta[row])
+        qk, qq, kk = (scales[n * BT + row] for n in range(3))
+        if self.c.l2norm:
+            q_rstd, k_rstd = (cute.math.rsqrt(x + EPS) for x in (qq, kk))
+        else:
+            q_rstd, k_rstd = Float32(1.0), Float32(1.0)
+        of_q, of_k, column = (
+            select(exists, x, Float32(0.0)) for x in (scale * q_rstd, beta * k_rstd, k_rstd)
+        )
+        cute.arch.sync_warp()
+        for n, x in enumerate((of_q, of_k, column)):
+            scales[n * BT + row] = x
+        self.beta[row] = bits_of(q_rstd)
+        self.Aqk_values[2 * self.Aqk_word(row, row) + (row & 1)] = (qk * of_q * column).to(self.io)
+
+    @cute.jit
+    def one_pass(
+        self,
+        p: Int32,
+        gate: cutlass.Constexpr[Any],
+        acc: cute.Tensor,
+    ):
+        """64 channels: decays, levels 1..8, operands of levels 16 and 32."""
+        c, block = self.c, self.warp
+        slot = p * HALF_WORDS + block * SLOT_WORDS
+        bias = (
+            load2(self.parameters.iterator.toint() + 4 * (p * PASS + 2 * self.lane))
+            if c.has_dt_bias
+            else None
+        )
+        self.norms(slot, acc)
+        # address of channels 2 lane, 2 lane + 1 in row i: 16-byte unit u of a row stands at u ^ i
+        first = self.at + 4 * (slot + self.lane)
+        self.row = [first ^ (i * (4 * ROW_WORDS + 16)) for i in range(BC)]
+        a = []
+        for i in cutlass.range_constexpr(BC):
+            x = self.raw_gate(p, i)
+            a.append([gate.decay(x[e] + bias[e] if c.has_dt_bias else x[e]) for e in range(2)])
+        columns = [scan.start([x[e] for x in a]) for e in range(2)]
+        q, k = ([word_at(x, 4 * n * c.k_words) for x in self.row] for n in range(2))
+        cute.arch.sync_warp()  # every raw word of the slots has been read
+        self.level_one(columns, q, k, acc)
+        self.levels_two_and_four(slot, columns, q, k, acc)
+        for f, r in columns:
+            scan.double(f, r, 4)
+        for i in cutlass.range_constexpr(BC):
+            f, r = (self.factor(columns, n, i) for n in range(2))
+            self.put(i, 0, self.times(q[i], f))
+            self.put(i, c.k_words, self.times(k[i], f))
+            self.put(i, c.g_words, self.times(k[i], r))
+        D = [bits_of(f[BC - 1]) for f, _ in columns]
+        store2(self.D.iterator.toint() + 4 * (block * c.K + p * PASS + 2 * self.lane), D)
+
+    def level_one(self, columns: Any, q: list[Any], k: list[Any], acc: cute.Tensor) -> None:
+        """q f and k f of each odd token times k of the one before, to acc[7:11] and acc[11:15].
+
+        A lane's word of a token is an element of an operand of eight groups of eight channels, one a row or a
+        column: their own products stand on the diagonal, and its sum over the lanes is the token's.
+        """
+        for n, (i, j) in enumerate(zip(scan.right_half(1, BC), scan.left_half(1, BC), strict=True)):
+            f = self.factor(columns, 0, i)
+            sums = cute.make_rmem_tensor(4, Float32)
+            sums.fill(0.0)
+            mma_k8(sums, 0, (self.times(q[i], f), self.times(k[i], f)), k[j], self.io)
+            for half in range(2):
+                at = 7 + BC // 2 * half + n
+                acc[at] = acc[at] + self.diagonal(sums, 2 * half)
+
+    def levels_two_and_four(
+        self, slot: Int32, columns: Any, q: list[Any], k: list[Any], acc: cute.Tensor
+    ) -> None:
+        """One product: rows 0-7 and columns 0-3 are level 2, rows 8-15 and columns 4-7 level 4, to acc[:4].
+
+        Of each level's rows four are q f and four k f of its right tokens; the columns are k r of its left tokens.
+        """
+        c = self.c
+        for n, s in enumerate((2, 4)):
+            for f, r in columns:
+                scan.double(f, r, s // 2)
+            tokens = zip(scan.right_half(s, BC), scan.left_half(s, BC), strict=True)
+            for row, (i, j) in enumerate(tokens):
+                f = self.factor(columns, 0, i)
+                self.put(row, n * c.k_words, self.times(q[i], f))
+                self.put(BC // 2 + row, n * c.k_words, self.times(k[i], f))
+                self.put(BC // 2 * n + row, c.g_words, self.times(k[j], self.factor(columns, 1, j)))
+        cute.arch.sync_warp()
+        m = self.lane >> 3
+        a_at = self.at + 4 * slot + (m & 1) * (4 * c.k_words) + row_of_matrix(self.lane, m >> 1)
+        b_at = self.at + 4 * (slot + c.g_words) + row_of_matrix(self.lane, m)
+        for j in range(PASS // 32):
+            b = matrices(b_at ^ (64 * j))
+            for half in range(2):
+                mma(acc, 0, matrices(a_at ^ (64 * j + 32 * half)), b[2 * half : 2 * half + 2], self.io)
+        cute.arch.sync_warp()
+
+    def factor(self, columns: Any, n: int, i: int) -> Any:
+        """f (n = 0) or r (n = 1) of token i and the lane's two channels, a word; None stands for 1."""
+        x, y = (column[n][i] for column in columns)
+        return None if x is None else pack(x, y, self.io)
+
+    def times(self, word: Any, factor: Any) -> Any:
+        """Two channels of a token times a factor."""
+        return word if factor is None else product(word, factor, self.io)
+
+    def put(self, row: int, tile: int, word: Any) -> None:
+        """A word of a row of the warp's slot, ``tile`` words from that of q."""
+        put_word(self.row[row], 4 * tile, word)
+
+    def raw_gate(self, p: Int32, i: int) -> tuple[Float32, Float32]:
+        """g of the lane's two channels and token i of the warp's block, as fp32."""
+        if self.c.g != "float32":
+            return unpack(word_at(self.row[i], 4 * self.c.g_words), self.g_tile.dtype)
+        # a row is 32 channels: the first 32 of the pass for every token, then the others
+        column = (2 * (self.lane & 15)) ^ (4 * i)
+        at = (2 * p + (self.lane >> 4)) * HALF_WORDS + self.warp * SLOT_WORDS + column
+        at = at + i * ROW_WORDS + self.c.g_words
+        return as_float(self.words[at]), as_float(self.words[at + 1])
+
+    @cute.jit
+    def put_block(self, acc: cute.Tensor, pair: Float32):
+        """The warp's own 8 x 8 block of Aqk and L: level 1 by eight lanes, a pair of tokens each; 2 and 4 by all."""
+        first, scales = BC * self.warp, self.scales
+        sL, values = self.L, self.Aqk_values
+        odd = first + 2 * (self.lane & 3) + 1
+        pair = pair * (scales[select(self.lane < BC // 2, odd, BT + odd)] * scales[2 * BT + odd - 1])
+        wide, is_q, n, column = self.t >= 2, self.r < BC // 2, self.r & 3, 2 * (self.t & 1)
+        i = first + select(wide, 4 + n, 2 + 2 * column + (n & 1))
+        j = first + select(wide, column, 2 * column)
+        x, y = (select(wide, acc[2 + e], acc[e]) for e in range(2))
+        row, columns = scales[select(is_q, i, BT + i)], self.column_scales(j)
+        if self.lane < BC // 2:
+            values[2 * self.Aqk_word(odd, odd - 1)] = pair.to(self.io)
+        elif self.lane < BC:
+            sL[odd * trisolve.PITCH + trisolve.place(odd - 1)] = pair
+        if wide or (n >> 1) == self.t:
+            if is_q:
+                self.put_q(i, j, x, y, row, columns)
+            else:
+                self.put_k(i, j, x, y, row, columns)
+
+    def Aqk_word(self, i: Int32, j: Int32) -> Int32:
+        """Word of elements (i, j), (i, j + 1) of Aqk, j even: unit u of row i stands at u ^ (i mod 8)."""
+        return i * ROW_WORDS + (((j >> 3) ^ (i & 7)) << 2) + ((j & 7) >> 1)
+
+    def column_scales(self, j: Int32) -> tuple[Float32, Float32]:
+        return load2(self.scales.iterator.toint() + 4 * (2 * BT + j))
+
+    def put_q(self, i: Int32, j: Int32, x: Float32, y: Float32, row: Float32, columns: Any) -> None:
+        """Elements (i, j), (i, j + 1) of Aqk from those of S_q; j is even."""
+        self.Aqk_words[self.Aqk_word(i, j)] = pack(x * (row * columns[0]), y * (row * columns[1]), self.io)
+
+    def put_k(
+        self, i: Int32, j: Int32, x: Float32, y: Float32, row: Float32, columns: Any, *, far: bool = False
+    ) -> None:
+        """Elements (i, j), (i, j + 1) of L from those of S_k; j is even. ``far``: outside the 16 x 16 blocks."""
+        at = i * trisolve.PITCH + trisolve.place(j)
+        for n, z in enumerate((x * (row * columns[0]), y * (row * columns[1]))):
+            self.L[at + trisolve.place(n)] = trisolve.rounded(z) if far else z
+
+    @cute.jit
+    def level_eight(self):
+        """Blocks (2 w + 1, 2 w) of Aqk and L by warp w."""
+        acc = cute.make_rmem_tensor(8, Float32)
+        acc.fill(0.0)
+        right = self.warp * 2 + 1
+        i, j = BC * right + self.r, BC * (right - 1) + 2 * self.t
+        rows, columns = [self.scales[n * BT + i] for n in range(2)], self.column_scales(j)
+        a_at, b_at = self.rows_of(right), self.columns_of(right - 1)
+        for p in cutlass.range_constexpr(self.c.passes):
+            for step in cutlass.range_constexpr(PASS // 32):
+                b = matrices((b_at ^ (64 * step)) + 4 * HALF_WORDS * p)
+                for half in cutlass.range_constexpr(2):
+                    a = matrices((a_at ^ (64 * step + 32 * half)) + 4 * HALF_WORDS * p)
+                    mma(acc, 4 * half, a, b[2 * half : 2 * half + 2], self.io)
+        for e in cutlass.range_constexpr(4):
+            acc[e] = acc[e] + acc[4 + e]
+        self.put_q(i, j, acc[0], acc[1], rows[0], columns)
+        self.put_k(i, j, acc[2], acc[3], rows[1], columns)
+
+    def rows_of(self, block: Int32) -> Int32:
+        """Address for ldmatrix of an A operand: q f of a block's tokens, then k f, 16 channels."""
+        m = self.lane >> 3
+        slot = self.at + block * (4 * SLOT_WORDS)
+        return slot + (m & 1) * (4 * self.c.k_words) + row_of_matrix(self.lane, m >> 1)
+
+    def columns_of(self, block: Int32) -> Int32:
+        """Address for ldmatrix of two B operands: k r of a block's tokens, 32 channels."""
+        slot = self.at + 4 * self.c.g_words + block * (4 * SLOT_WORDS)
+        return slot + row_of_matrix(self.lane, self.lane >> 3)
+
+    @cute.jit
+    def decays_between(self, mTotal: cute.Tensor):
+        """Decays from the end of block J to the start of block I, and the rows of total, by 128 threads.
+
+        A thread has two channels, and the even blocks I or the odd ones. Words of 32 channels stand in the
+        order of B operands: lane t of a row finds its four words of two products together.
+        """
+        c, between = self.c, self.between
+        pairs = c.K // 2
+        thread = 32 * (self.warp - SOLVERS) + self.lane
+        odd, pair = thread // pairs, thread % pairs
+        if odd < 2:
+            at = self.D.iterator.toint() + 8 * pair
+            D = [load2(at + 4 * c.K * b) for b in range(WARPS)]
+            word = (pair & ~15) + 4 * (pair & 3) + ((pair >> 2) & 3)
+            word = word + odd * (2 * pairs)
+            is_odd = odd == 1
+            for even in cutlass.range_constexpr(2, WARPS, 2):
+                x = [select(is_odd, y, Float32(1.0)) for y in D[even]]
+                for J in cutlass.range_constexpr(even - 1, -1, -1):
+                    between[word + place_of(even, J) * pairs] = pack(x[0], x[1], self.io)
+                    x = [y * d for y, d in zip(x, D[J], strict=True)]
+            # of two blocks together: what comes before them by the even threads, what comes after by the odd ones
+            to = mTotal.iterator.toint() + 8 * pair
+            row, each = 4 * c.K, WARPS // 2
+            x = [Float32(1.0), Float32(1.0)]
+            if is_odd:
+                for b in cutlass.range_constexpr(WARPS - 1, -1, -1):
+                    if cutlass.const_expr(b % 2 == 1):
+                        put_global(to + row * (1 + each + b // 2), [bits_of(y) for y in x])
+                    x = [y * d for y, d in zip(x, D[b], strict=True)]
+            else:
+                for b in cutlass.range_constexpr(WARPS):
+                    if cutlass.const_expr(b % 2 == 0):
+                        put_global(to + row * (1 + b // 2), [bits_of(y) for y in x])
+                    x = [y * d for y, d in zip(x, D[b], strict=True)]
+                put_global(to, [bits_of(y) for y in x])
+
+    def blocks_of_warp(self) -> tuple[Int32, Int32]:
+        """The first of two blocks I and of two blocks J of a warp: see :func:`place_of`."""
+        below, far = self.warp >= 1, self.warp >= 3
+        top = select(far, Int32(6), select(below, Int32(4), Int32(2)))
+        return top, 2 * (self.warp - select(far, Int32(3), select(below, Int32(1), Int32(0))))
+
+    def first_operands(self) -> Any:
+        """What :meth:`blocks` begins with of operands that the passes wrote."""
+        top, left = self.blocks_of_warp()
+        return self.block_operands(self.rows_of(top), self.columns_of(left), 0, 0)
+
+    @cute.jit
+    def blocks(self, operands: cutlass.Constexpr[Any]):
+        """Blocks (I, J), J < I, beyond the 16 x 16 ones, two by two a warp."""
+        c, w = self.c, self.warp
+        top, left = self.blocks_of_warp()
+        acc = cute.make_rmem_tensor(16, Float32)
+        acc.fill(0.0)
+        a_at, b_at = self.rows_of(top), self.columns_of(left)
+        f_at = self.between.iterator.toint() + w * (4 * 2 * c.K) + 16 * self.t
+        columns = [self.column_scales(BC * (left + n) + 2 * self.t) for n in range(2)]
+        rows = [[self.scales[m * BT + BC * (top + n) + self.r] for m in range(2)] for n in range(2)]
+        steps = [(p, j) for p in range(c.passes) for j in range(PASS // 32)]
+        ahead = *operands, self.block_decays(f_at, *steps[0])
+        for i in cutlass.range_constexpr(len(steps)):
+            a, b, f = ahead
+            if cutlass.const_expr(i + 1 < len(steps)):
+                ahead = (
+                    *self.block_operands(a_at, b_at, *steps[i + 1]),
+                    self.block_decays(f_at, *steps[i + 1]),
+                )
+            for n in cutlass.range_constexpr(4):
+                y = [product(x, bits_of(z), self.io) for x, z in zip(b[n & 1], f[n], strict=True)]
+                for half in cutlass.range_constexpr(2):
+                    mma(acc, 4 * n, a[n >> 1][half], y[2 * half : 2 * half + 2], self.io)
+        for n in cutlass.range_constexpr(4):
+            i, j = BC * (top + (n >> 1)) + self.r, BC * (left + (n & 1)) + 2 * self.t
+            self.put_q(i, j, acc[4 * n], acc[4 * n + 1], rows[n >> 1][0], columns[n & 1])
+            self.put_k(i, j, acc[4 * n + 2], acc[4 * n + 3], rows[n >> 1][1], columns[n & 1], far=True)
+
+    def block_operands(self, a_at: Int32, b_at: Int32, p: int, j: int) -> tuple[Any, Any]:
+        """Of 32 channels: A of two blocks and B of two."""
+        at, slot = 4 * HALF_WORDS * p, 4 * SLOT_WORDS
+        a = [
+            [matrices((a_at ^ (64 * j + 32 * half)) + (slot * n + at)) for half in range(2)] for n in range(2)
+        ]
+        b = [matrices((b_at ^ (64 * j)) + (slot * n + at)) for n in range(2)]
+        return a, b
+
+    def block_decays(self, f_at: Int32, p: int, j: int) -> Any:
+        """Of 32 channels: the decays between two blocks and two."""
+        return [load4(f_at + p * (2 * PASS) + n * (2 * self.c.K) + 64 * j) for n in range(4)]
+
+
+def place_of(even: int, J: int) -> int:
+    """Place of the pair of blocks (even, J) among the decays between blocks; (even + 1, J) is two behind.
+
+    A warp has four neighbours: 0 (2-3, 0-1);  1, 2 (4-5, 0-1), (4-5, 2-3);  3, 4, 5 (6-7, 0-1), (6-7, 2-3), (6-7, 4-5).
+    """
+    warp = {2: 0, 4: 1, 6: 3}[even] + J // 2
+    return 4 * warp + J % 2
+
+
+def word_at(address: Int32, offset: int) -> Int32:
+    """The word of shared memory that many bytes behind an address."""
+    ptx = f"ld.shared.b32 {{$w0}}, [{{$r0}}+{offset}];"
+    return cute.arch.inline_ptx(ptx, write_only_types=[Int32], read_only_args=[address])
+
+
+def put_word(address: Int32, offset: int, word: Int32) -> None:
+    """A word to shared memory, that many bytes behind an address."""
+    cute.arch.inline_ptx(f"st.shared.b32 [{{$r0}}+{offset}], {{$r1}};", read_only_args=[address, word])
+
+
+def put_global(address: Int64, words: list[Any], exists: Any = None) -> None:
+    """Two or four words to global memory, if ``exists``."""
+    names = ", ".join(f"{{$r{n + 1}}}" for n in range(len(words)))
+    ptx = f"st.global.v{len(words)}.b32 [{{$r0}}], {{{names}}};"
+    given = [address, *words]
+    if exists is not None:
+        ptx = f"{{ .reg .pred p; setp.ne.b32 p, {{$r{len(given)}}}, 0; @p {ptx} }}"
+        given.append(select(exists, Int32(1), Int32(0)))
+    cute.arch.inline_ptx(ptx, read_only_args=given)
+
+
+def words_of(field: Any, words: int) -> cute.Tensor:
+    """A storage field, and what follows it, as a flat tensor of 32-bit words."""
+    return cute.make_tensor(cute.recast_ptr(field.data_ptr(), dtype=Int32), cute.make_layout(words))
+
+
+def row_of_matrix(lane: Int32, unit: Any) -> Int32:
+    """ldmatrix: lane 8 m + i names row i of matrix m. Bytes to a 16-byte unit of it, in rows of 128 bytes."""
+    i = lane & 7
+    return i * 128 + ((unit ^ i) << 4)
+
+
+def pairwise(x: list[Float32]) -> Float32:
+    """The sum of a power of two of values."""
+    return x[0] if len(x) == 1 else pairwise([y + z for y, z in zip(x[::2], x[1::2], strict=True)])
+
+
+def bits_of(x: Float32) -> Int32:
+    """The bits of an fp32 value as a word."""
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
+
+
+def as_float(word: Int32) -> Float32:
+    """The bits of a word as fp32."""
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[word])
