@@ -154,9 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = stack.enter_context(path.open("x", encoding="utf-8", newline="", buffering=1))
-            versions = ", ".join(f"{n} {v}" for n, v in about["versions"].items() if v)
-            where = f"{about['gpu']}, commit {about['commit']}, {about['utc']}"
-            file.write(f"# {where}, {HEADS}, bfloat16; {versions}\n")
+            file.write(f"# {runs.line(about)}; {HEADS}, bfloat16\n")
             table = csv.DictWriter(file, COLUMNS)
             table.writeheader()
         for regime in regimes:

@@ -35,7 +35,7 @@ def run(name: str) -> dict[str, Any]:
     from kernel_fun._cute import objects
 
     before, start = len(objects.ready()), time.perf_counter()
-    with _logged() as said, contextlib.redirect_stdout(io.StringIO()) as printed:
+    with logged() as said, contextlib.redirect_stdout(io.StringIO()) as printed:
         runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
     return {
         "example": name,
@@ -47,7 +47,7 @@ def run(name: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _logged() -> Generator[list[str]]:
+def logged() -> Generator[list[str]]:
     """Collects what the logger of the package says, from INFO on."""
     said: list[str] = []
     handler = logging.Handler(logging.INFO)

@@ -28,6 +28,12 @@ def made(device: torch.device, commit: str | None) -> dict[str, Any]:
     }
 
 
+def line(about: dict[str, Any]) -> str:
+    """The same in a line, for a table."""
+    versions = ", ".join(f"{n} {v}" for n, v in about["versions"].items() if v)
+    return f"{about['gpu']}, commit {about['commit']}, {about['utc']}; {versions}"
+
+
 def folder(out: Path, about: dict[str, Any]) -> Path:
     """The folder of a device."""
     return out / re.sub(r"[^a-z0-9]+", "-", about["gpu"].lower()).strip("-")

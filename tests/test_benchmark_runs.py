@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -75,3 +77,39 @@ def test_a_run_of_an_example_is_recorded(
     assert "train_fla: loss 4.500 to 2.250" in capsys.readouterr().out
     assert examples.main(["--backend=sm90", "train_fla"]) == 1
     assert "chunk_kda was not engaged on sm90" in capsys.readouterr().out
+
+
+ranks_benchmark: Any = suite.load("ranks")
+
+
+def test_errors_over_ranks_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ranks_benchmark.TESTS / "kda"))
+    shared: Any = importlib.import_module("over_ranks")
+    monkeypatch.setattr(shared, "ON_HOPPER", {"packed": (0, 10, 96)})
+    out = tmp_path / "found.csv"
+    given = ["--device=cpu", "--backend=eager", "--ranks=2", f"--out={out}", "--commit=c0ffee1"]
+    assert ranks_benchmark.main(given) == 0
+    assert "one all-gather in each direction" in capsys.readouterr().out
+    about, *lines = out.read_text().splitlines()
+    assert about.startswith("# ")
+    rows = list(csv.DictReader(lines))
+    assert {r["layout"] for r in rows} == {"contiguous", "zigzag"}
+    assert len(rows) == 2 * 10  # o, ht, eight gradients
+    for r in rows:
+        assert 0 < float(r["error"]) <= float(r["limit"]) < 1e-2
+        assert (r["gathers_forward"], r["gathers_backward"]) == ("1", "1")
+
+
+def test_a_rank_that_is_less_exact_or_gathers_twice_fails() -> None:
+    row = {"packing": "one", "layout": "zigzag", "ranks": 2, "tensor": "dq", "error": 1e-3, "limit": 2e-3}
+    good = {**row, "gathers_forward": 1, "gathers_backward": 1}
+    assert ranks_benchmark.failures([good]) == []
+    assert ranks_benchmark.failures([{**good, "error": 3e-3}]) == [
+        "one, zigzag, 2 ranks: error of dq 3.000e-03 > 2.000e-03"
+    ]
+    assert len(ranks_benchmark.failures([{**good, "error": float("nan")}])) == 1
+    assert ranks_benchmark.failures([{**good, "gathers_backward": 2}] * 2) == [
+        "one, zigzag, 2 ranks: 1 and 2 all-gathers, not one a direction"
+    ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import FrozenInstanceError, dataclass, field, replace
+from dataclasses import FrozenInstanceError, replace
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
@@ -12,23 +12,33 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from over_ranks import (
+    BY_TOKEN,
+    F64,
+    LAYOUTS,
+    ON_HOPPER,
+    WORLDS,
+    Problem,
+    alone,
+    count_gathers,
+    errors,
+    on_hopper,
+    on_rank,
+    together,
+)
 from torch import Tensor
 
-from kernel_fun._common import config, exchange
 from kernel_fun._common import device as devices
+from kernel_fun._common import exchange
 from kernel_fun._common.check import ContractError, ContractTypeError
 from kernel_fun._common.context_parallel import _share
 from kernel_fun._common.exchange import HEADER, agreed_size
 from kernel_fun.cconv import causal_conv1d
 from kernel_fun.kda import build_cp_context, chunk_kda, is_supported
 from kernel_fun.kda.call import FLAGS
-from kernel_fun.testing import TOLERANCE as TABLE
 from ranks import Raised, Ranks
 
-F64 = torch.float64
 TOLERANCE = 1e-10
-LEAVES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
-BY_TOKEN = ("q", "k", "v", "g", "beta")
 
 # 576 tokens are pieces of 288, 192, 144, 96 and 72: all of more than one chunk
 PACKINGS = {
@@ -43,177 +53,11 @@ PACKINGS = {
 }
 
 
-@dataclass(frozen=True)
-class Problem:
-    """One packed batch, made alike in every process from its seed."""
-
-    cu: tuple[int, ...]
-    layout: str = "contiguous"
-    H: int = 1
-    HV: int = 2
-    K: int = 8
-    V: int = 4
-    dtype: torch.dtype = F64
-    states: bool = True
-    seed: int = 0
-    flags: dict[str, Any] = field(default_factory=dict)
-    theirs: tuple[dict[str, Any], ...] = ()
-    """The fields of fla's context of each rank, to be used in place of ours."""
-    reduce: bool = False
-    backend: str = "eager"
-    device: str = "cpu"
-
-    @property
-    def gated(self) -> bool:
-        return bool(self.flags.get("use_gate_in_kernel", True))
-
-    def leaves(self) -> dict[str, Tensor]:
-        T, N = self.cu[-1], len(self.cu) - 1
-        shapes = {
-            "q": (1, T, self.H, self.K),
-            "k": (1, T, self.H, self.K),
-            "v": (1, T, self.HV, self.V),
-            "g": (1, T, self.HV, self.K),
-            "beta": (1, T, self.HV),
-            "A_log": (self.HV,),
-            "dt_bias": (self.HV * self.K,),
-            "initial_state": self.state_shape(N),
-        }
-        make = torch.Generator().manual_seed(self.seed)
-        found = {n: torch.randn(s, generator=make, dtype=F64) for n, s in shapes.items()}
-        found["g"] -= 2.0  # slow decay: what a rank gets from others matters
-        if not self.gated:
-            found["g"] = torch.nn.functional.logsigmoid(found["g"] + 5.0)
-            found["beta"] = found["beta"].sigmoid()
-            del found["A_log"], found["dt_bias"]
-        if not self.states:
-            del found["initial_state"]
-        wide = F64 if self.dtype == F64 else torch.float32
-        return {n: x.to(self.device, self.dtype if n in BY_TOKEN else wide) for n, x in found.items()}
-
-    def state_shape(self, N: int) -> tuple[int, ...]:
-        last = (self.V, self.K) if self.flags.get("state_v_first") else (self.K, self.V)
-        return (N, self.HV, *last)
-
-    def upstream(self) -> tuple[Tensor, Tensor]:
-        make = torch.Generator().manual_seed(self.seed + 1)
-        do = torch.randn(1, self.cu[-1], self.HV, self.V, generator=make, dtype=F64)
-        dht = torch.randn(self.state_shape(len(self.cu) - 1), generator=make, dtype=F64)
-        wide = F64 if self.dtype == F64 else torch.float32
-        return do.to(self.device, self.dtype), dht.to(self.device, wide)
-
-    def call(self, x: dict[str, Tensor], **more: Any) -> tuple[Tensor, Tensor | None]:
-        flags = {
-            "use_qk_l2norm_in_kernel": True,
-            "use_gate_in_kernel": True,
-            "use_beta_sigmoid_in_kernel": self.gated,
-            "output_final_state": self.states,
-        }
-        with config.KDA_BACKEND.set(self.backend):
-            return chunk_kda(**x, **{**flags, **self.flags, **more})
-
-    def loss(self, o: Tensor, ht: Tensor | None, do: Tensor, dht: Tensor) -> Tensor:
-        return (o * do).sum() + (0.0 if ht is None else (ht * dht).sum())
-
-
-def alone(p: Problem) -> dict[str, Tensor]:
-    """Outputs and gradients of one process."""
-    x = {n: t.requires_grad_() for n, t in p.leaves().items()}
-    o, ht = p.call(x, cu_seqlens=torch.tensor(p.cu, device=p.device))
-    p.loss(o, ht, *p.upstream()).backward()
-    return _results(x, o, ht)
-
-
-def _results(x: dict[str, Tensor], o: Tensor, ht: Tensor | None) -> dict[str, Tensor]:
-    found = {"o": o, **{f"d{n}": t.grad for n, t in x.items() if t.grad is not None}}
-    found = found if ht is None else {**found, "ht": ht}
-    return {n: t.detach().cpu() for n, t in found.items()}
-
-
-def context_of(p: Problem, group: Any) -> Any:
-    if p.theirs:
-        return SimpleNamespace(**p.theirs[dist.get_rank(group)], group=group)
-    return build_cp_context(torch.tensor(p.cu), group, layout=p.layout, reduce_gradients=p.reduce)
-
-
 def contexts_of_fla(cu: tuple[int, ...], world: int, layout: str) -> tuple[dict[str, Any], ...]:
     """The fields of fla's context of every rank but for the group, which a rank knows itself."""
     make = pytest.importorskip("fla.ops.cp.context").get_cp_cu_seqlens
     made = [make(torch.tensor(cu), world_size=world, rank=r, layout=layout) for r in range(world)]
     return tuple({n: v for n, v in vars(c).items() if n != "group"} for c in made)
-
-
-def on_rank(group: Any, p: Problem) -> dict[str, Any]:
-    """One rank's part of outputs and gradients, and where it belongs."""
-    torch.manual_seed(0)
-    context = context_of(p, group)
-    where = build_cp_context(torch.tensor(p.cu), group, layout=p.layout)
-    members = list(where.sequences)
-    x = {n: where.shard(t) if n in BY_TOKEN else t for n, t in p.leaves().items()}
-    if p.states:
-        x["initial_state"] = x["initial_state"][members]
-    x = {n: t.clone().requires_grad_() for n, t in x.items()}
-    do, dht = p.upstream()
-    gathers, watched = count_gathers()
-    with watched:
-        o, ht = p.call(x, cp_context=context)
-        forward = len(gathers)
-        p.loss(o, ht, where.shard(do), dht[members]).backward()
-    return {
-        "found": _results(x, o, ht),
-        "ranges": where.token_ranges,
-        "sequences": members,
-        "gathers": gathers,
-        "forward": forward,
-    }
-
-
-def count_gathers() -> tuple[list[int], Any]:
-    """A list that grows by the bytes of each all-gather of this process, and the context that watches."""
-    seen: list[int] = []
-    patch = pytest.MonkeyPatch()
-
-    class Watched:
-        def __enter__(self) -> None:
-            for name in ("all_gather_single", "all_gather_into_tensor"):
-                if hasattr(dist, name):
-                    patch.setattr(dist, name, self.counting(getattr(dist, name)))
-
-        def __exit__(self, *_: object) -> None:
-            patch.undo()
-
-        def counting(self, gather: Any) -> Any:
-            def counted(output: Tensor, given: Tensor, **options: Any) -> Any:
-                seen.append(given.numel() * given.element_size())
-                return gather(output, given, **options)
-
-            return counted
-
-    return seen, Watched()
-
-
-def together(p: Problem, parts: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """The whole from the ranks' parts: tokens in place, states and parameters as sums over the ranks."""
-    T, N = p.cu[-1], len(p.cu) - 1
-    whole: dict[str, Tensor] = {}
-    for part in parts:
-        for name, mine in part["found"].items():
-            if name in ("o", *(f"d{n}" for n in BY_TOKEN)):
-                into = whole.setdefault(name, mine.new_full((1, T, *mine.shape[2:]), float("nan")))
-                at = 0
-                for start, stop in part["ranges"]:
-                    into[:, start:stop] = mine[:, at : at + stop - start]
-                    at += stop - start
-            elif name in ("ht", "dinitial_state"):
-                into = whole.setdefault(name, mine.new_zeros(N, *mine.shape[1:]))
-                into.index_add_(0, torch.tensor(part["sequences"]), mine)
-            elif not p.reduce:
-                whole[name] = whole[name] + mine if name in whole else mine
-            elif name in whole:
-                assert torch.equal(whole[name], mine)
-            else:
-                whole[name] = mine
-    return whole
 
 
 def compare(p: Problem, parts: list[dict[str, Any]], tolerance: float = TOLERANCE) -> None:
@@ -266,20 +110,8 @@ def test_random_packings(seed: int, ranks: Ranks) -> None:
 
 
 def as_exact_as_one_process(p: Problem, parts: list[dict[str, Any]]) -> None:
-    """Against float64 on the same rounded inputs: at most 1.1 times the error of one process.
-
-    dA_log is one number a head, and of so few the errors of two equally good runs differ by chance: half the
-    table's limit will do for it.
-    """
-    oracle = replace(p, dtype=F64, backend="eager")
-    x = {n: t.to(F64).requires_grad_() for n, t in p.leaves().items()}
-    o, ht = oracle.call(x, cu_seqlens=torch.tensor(p.cu, device=p.device))
-    oracle.loss(o, ht, *(t.to(F64) for t in p.upstream())).backward()
-    single, several = alone(p), together(p, parts)
-    for name, want in _results(x, o, ht).items():
-        one, more = (float((y[name].double() - want).norm() / want.norm()) for y in (single, several))
-        by_chance = 0.5 * TABLE["kda", name, p.dtype].relative if name == "dA_log" else 1e-6
-        assert more <= max(1.1 * one, by_chance), (name, more, one)
+    for found in errors(p, parts):
+        assert found.several <= found.limit, found
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -294,11 +126,11 @@ absent = not torch.cuda.is_available() or devices.of(torch.device("cuda")).arch 
 @pytest.mark.gpu
 @pytest.mark.sm90
 @pytest.mark.skipif(absent, reason="needs a Hopper GPU")
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("packing", [(0, 4096), (0, 700, 701, 3000, 4096)], ids=["one", "packed"])
-def test_ranks_on_one_hopper_gpu(packing: tuple[int, ...], world: int, layout: str, ranks: Ranks) -> None:
-    p = Problem(packing, layout, H=2, HV=4, K=128, V=128, dtype=torch.bfloat16, backend="sm90", device="cuda")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("packing", ON_HOPPER)
+def test_ranks_on_one_hopper_gpu(packing: str, world: int, layout: str, ranks: Ranks) -> None:
+    p = on_hopper(packing, layout)
     as_exact_as_one_process(p, ranks.run(world, on_rank, p))
 
 
@@ -315,7 +147,7 @@ def gpus() -> Iterator[Ranks]:
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("packing", [(0, 65536), (0, 9, 20000, 40001, 40001, 65536)], ids=["one", "packed"])
 def test_two_gpus_over_nccl(packing: tuple[int, ...], layout: str, gpus: Ranks) -> None:
-    p = Problem(packing, layout, H=2, HV=4, K=128, V=128, dtype=torch.bfloat16, backend="sm90", device="cuda")
+    p = replace(on_hopper("one", layout), cu=packing)
     parts = gpus.run(2, on_rank, p)
     as_exact_as_one_process(p, parts)
     assert [len(part["gathers"]) for part in parts] == [2, 2]
