@@ -113,3 +113,42 @@ def test_a_rank_that_is_less_exact_or_gathers_twice_fails() -> None:
     assert ranks_benchmark.failures([{**good, "gathers_backward": 2}] * 2) == [
         "one, zigzag, 2 ranks: 1 and 2 all-gathers, not one a direction"
     ]
+
+
+compiled_benchmark: Any = suite.load("compiled")
+
+
+def test_breaks_graphs_and_bits_are_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compiled_benchmark, "SIZES", {"H": 1, "K": 8, "V": 8})
+    monkeypatch.setattr(compiled_benchmark, "WIDTH", 16)
+    monkeypatch.setattr(compiled_benchmark, "LENGTHS", (70, 80, 66))
+    out = tmp_path / "found.json"
+    given = ["--device=cpu", "--backend=eager", "--compiler=aot_eager", f"--out={out}", "--commit=c0ffee1"]
+    assert compiled_benchmark.main(given) == 0
+    data = json.loads(out.read_text())
+    assert len(data["cases"]) == 3
+    for case in data["cases"]:
+        assert (case["graphs"], case["breaks"], case["differ"], case["failure"]) == (2, 0, [], None)
+        assert [x["tensors"] for x in case["lengths"]] == [12 if "layers" in case["case"] else 10] * 3
+    assert "engaged (chunk_kda on eager" in data["log"][0]
+    assert "2 graphs, 0 breaks, the bits of eager mode" in capsys.readouterr().out
+
+
+def test_a_case_that_breaks_recompiles_or_differs_does_not_count() -> None:
+    good = {"graphs": 2, "breaks": 0, "differ": []}
+    assert compiled_benchmark._why_not(good) is None
+    assert compiled_benchmark._why_not({**good, "breaks": 1}) == "1 graph breaks"
+    assert compiled_benchmark._why_not({**good, "graphs": 3}) == "3 graphs, more than one recompile"
+    differ = [{"T": 70, "tensor": "dq"}, {"T": 80, "tensor": "dq"}, {"T": 80, "tensor": "dk"}]
+    assert compiled_benchmark._why_not({**good, "differ": differ}) == "other bits than in eager mode: dq, dk"
+
+
+def test_a_compiler_that_cannot_run_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise OSError("no C compiler here")
+
+    monkeypatch.setitem(compiled_benchmark.CASES, "chunk_kda", broken)
+    found = compiled_benchmark.run("chunk_kda", "aot_eager", CPU)
+    assert found["failure"] == "OSError: no C compiler here"
