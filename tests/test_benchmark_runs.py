@@ -152,3 +152,25 @@ def test_a_compiler_that_cannot_run_is_recorded(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(compiled_benchmark.CASES, "chunk_kda", broken)
     found = compiled_benchmark.run("chunk_kda", "aot_eager", CPU)
     assert found["failure"] == "OSError: no C compiler here"
+
+
+cold_benchmark: Any = suite.load("cconv_cold")
+
+
+def test_first_calls_of_the_convolution_are_timed_in_fresh_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cold_benchmark, "WARM", 0)
+    out = tmp_path / "found.json"
+    given = ["--device=cpu", "--backend=eager", "--shape=cpu_2k_d256", f"--out={out}", "--commit=c0ffee1"]
+    assert cold_benchmark.main(given) == 0
+    data = json.loads(out.read_text())
+    caches = [(p["cache"], p["after_a_backward_of_torch"]) for p in data["processes"]]
+    assert caches == [("empty", False), ("warm", True)]
+    for p in data["processes"]:
+        assert p["call_s"] == p["forward_s"] + p["backward_s"] > 0
+        assert p["call_s"] + p["import_s"] <= p["from_import_s"] + 1e-3 < p["process_s"]
+        assert ("backward_of_torch_s" in p) == p["after_a_backward_of_torch"]
+    assert "warm cache, after a backward of torch's own: call" in capsys.readouterr().out
+    with pytest.raises(RuntimeError, match="in a fresh process: ValueError: not enough values"):
+        cold_benchmark.in_fresh_process((1, 8), "cpu", "eager", tmp_path, False)
