@@ -2,10 +2,11 @@
 
     python -m benchmarks.cconv_cold [--shape b16_8k_d2048] [--out benchmarks/runs]
 
-Of each process: how long torch took to import and the GPU to be ready; then, with the inputs there, the import
-of kernel_fun.cconv, the first forward and the first backward, each until the device is idle. `call_s` is
-forward and backward, `from_import_s` is from before the import to the end of the backward. In the last process
-torch has done a backward of its own before: what the first one costs whatever the operation is not in it.
+Of each process: how long torch took to import and the GPU to be ready; then, with the inputs there, the
+import of kernel_fun.cconv, the first forward and the first backward, each until the device is idle.
+`call_s` is forward and backward, `from_import_s` is from before the import to the end of the backward. In
+the last process torch has done a backward of its own before: what the first one costs whatever the
+operation is not in it.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
 
 Three cases, each compiled with fullgraph=True and called with one length after another: chunk_kda itself,
 with states; the same with packed sequences; and a model of two layers, each a projection, the short
-convolution, chunk_kda and a projection back. The model has no other arithmetic than matrix products and sums
-of two, which a compiler that fuses rounds as eager mode does. Outputs and all gradients of every length are
-compared.
+convolution, chunk_kda and a projection back. The model has no other arithmetic than matrix products and
+sums of two, which a compiler that fuses rounds as eager mode does. Outputs and all gradients of every
+length are compared.
 
 A case counts if nothing broke, there were two graphs at most (one for the first length, one for all others)
 and no bit differed. The exit status says whether every case of every compiler did.
