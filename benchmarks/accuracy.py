@@ -15,14 +15,11 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import math
 import os
 import re
-import tarfile
-import tempfile
 from collections.abc import Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +27,7 @@ import torch
 
 from kernel_fun import testing
 
-from . import kda, runs
+from . import kda, kept, runs
 
 REGIMES = ("softplus_random", "init_slow", "bounded", "spikes")
 LENGTHS = {1: 8, 15: 8, 16: 8, 63: 8, 64: 8, 65: 8, 130: 4, 1000: 4, 8192: 1}
@@ -93,41 +90,6 @@ def _on_host(arguments: dict[str, Any]) -> dict[str, Any]:
     return {n: x.cpu() if isinstance(x, torch.Tensor) else x for n, x in arguments.items()}
 
 
-KEPT = Path(__file__).parent / "data"
-
-
-@contextmanager
-def kept_configs(archives: Sequence[Path]) -> Generator[Path]:
-    """Within the block fla, which must not be imported yet, takes one launch config a kernel: of the results
-    that Triton's search left in the archives, the best of a problem like ours. Yields the folder it reads."""
-    best: dict[str, tuple[tuple[bool, bool], dict[str, Any]]] = {}
-    for archive in archives:
-        with tarfile.open(archive) as held:
-            for member in held.getmembers():
-                kernel, _, kind = Path(member.name).name.partition(".")
-                content = held.extractfile(member) if kind == "autotune.json" else None
-                if content is None:
-                    continue
-                kept = json.load(content)
-                likeness = HEADS["H"] in kept["key"], 2 * HEADS["V"] not in kept["key"]
-                fastest, _ = min(kept["configs_timings"], key=lambda pair: pair[1])
-                if kernel not in best or likeness > best[kernel][0]:
-                    best[kernel] = likeness, fastest
-    before = {name: os.environ.get(name) for name in ("FLA_CONFIG_DIR", "FLA_CACHE_MODE")}
-    with tempfile.TemporaryDirectory() as folder:
-        for kernel, (_, chosen) in best.items():
-            (Path(folder) / f"{kernel}.json").write_text(json.dumps({"default_config": chosen}))
-        os.environ.update(FLA_CONFIG_DIR=folder, FLA_CACHE_MODE="default")
-        try:
-            yield Path(folder)
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -149,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = None if args.out is None else _path(args.out, about, args.regime or [])
     with ExitStack() as stack:
         if args.peer == "fla" and "FLA_CACHE_MODE" not in os.environ:
-            stack.enter_context(kept_configs(sorted(KEPT.glob("fla-*.tar.xz"))))
+            stack.enter_context(kept.kept_configs(kept.archives(), HEADS["H"], HEADS["V"], exactly=False))
         table = None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)

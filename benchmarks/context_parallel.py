@@ -3,11 +3,15 @@
 Every rank times the same calls; a time is that of the slowest rank, from a barrier to the end of its work.
 ``kda.fwdbwd`` on one rank has the whole sequence, on N ranks each has its part. Efficiency is the time of one
 rank over N times that of N.
+
+fla takes the launch configs kept in benchmarks/data where there are such, unless FLA_CACHE_MODE is set;
+those of its kernels that are in none are searched.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -26,7 +30,7 @@ from kernel_fun.bench import machine, record, suite, timing
 from kernel_fun.bench.record import Record, Row, Skipped
 from kernel_fun.bench.timing import Quantiles
 
-from . import kda
+from . import kda, kept
 from .shapes import SHAPES, Shape
 
 DEFAULT = ("kimi_64k", "kimi_256k")
@@ -52,7 +56,11 @@ def measure(world: int, shapes: Sequence[str], gate: str, candidates: Sequence[s
         if name not in SHAPES or SHAPES[name].B != 1 or SHAPES[name].lengths is not None:
             raise ValueError(f"`--shape` must name one sequence, such as {', '.join(DEFAULT)}, got {name!r}")
     context = mp.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
+    with contextlib.ExitStack() as stack:
+        if "fla" in candidates and "FLA_CACHE_MODE" not in os.environ:
+            heads = SHAPES[shapes[0]].HV, SHAPES[shapes[0]].V
+            stack.enter_context(kept.kept_configs(kept.archives(), *heads, exactly=True))
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
         answers = context.SimpleQueue()
         args = (world, str(Path(folder) / "store"), tuple(shapes), gate, tuple(candidates), answers)
         start_processes(_rank, args, nprocs=world, start_method="spawn")  # raises what a rank raises
@@ -174,9 +182,7 @@ def _context(candidate: str, T: int, device: torch.device) -> Any:
         from fla.ops.cp import build_cp_context  # pyright: ignore
 
         return build_cp_context(  # pyright: ignore
-            cu_seqlens.to(device, torch.int32),
-            group=group,
-            cu_seqlens_cpu=cu_seqlens.to(torch.int32),
+            cu_seqlens.to(device), group=group, cu_seqlens_cpu=cu_seqlens
         )
     from kernel_fun.kda import build_cp_context
 

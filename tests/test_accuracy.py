@@ -16,6 +16,7 @@ import torch
 from kernel_fun.bench import suite
 
 accuracy: Any = suite.load("accuracy")
+kept: Any = suite.load("kept")
 
 
 def test_rows_are_written_as_they_come(
@@ -75,7 +76,7 @@ def test_fla_gets_the_fastest_config_of_a_problem_like_ours(
             ("norm", [128, 24], {2: 1.0}),
         ],
     )
-    with accuracy.kept_configs([archive]) as folder:
+    with kept.kept_configs([archive], 32, 128, exactly=False) as folder:
         assert os.environ["FLA_CONFIG_DIR"] == str(folder)
         assert os.environ["FLA_CACHE_MODE"] == "default"
         found = {p.stem: json.loads(p.read_text())["default_config"]["num_warps"] for p in folder.iterdir()}
@@ -85,9 +86,32 @@ def test_fla_gets_the_fastest_config_of_a_problem_like_ours(
     assert not folder.exists()
 
 
-def test_what_is_kept_covers_the_kernels_of_fla() -> None:
+def test_fla_gets_what_was_chosen_for_a_call_or_for_one_like_it(tmp_path: Path) -> None:
+    """As its own code reads the folder."""
     cache = pytest.importorskip("fla.ops.utils.cache")
-    with accuracy.kept_configs(sorted(accuracy.KEPT.glob("fla-*.tar.xz"))) as folder:
+    long, short = [32, 128, True, "torch.bfloat16"], [32, 64, True, "torch.bfloat16"]
+    archive = _kept(
+        tmp_path,
+        [
+            ("scan", long, {4: 0.3, 8: 0.2}),
+            ("scan", short, {1: 0.1, 2: 0.3}),
+            ("scan", [16, 128, True, "torch.bfloat16"], {16: 0.1}),
+        ],
+    )
+    with kept.kept_configs([archive], 32, 128, exactly=True) as folder:
+        assert os.environ["FLA_CACHE_MODE"] == "full"
+        held = cache.KernelConfigFile.from_file(folder / "scan.json")
+        assert [
+            held.lookup_exact(cache.AutotuneKey(tuple(k)))["config"]["num_warps"] for k in (long, short)
+        ] == [8, 1]
+        assert held.lookup_exact(cache.AutotuneKey((16, 128, True, "torch.bfloat16"))) is None
+        assert held.default_config["num_warps"] in (1, 8)
+
+
+@pytest.mark.parametrize("exactly", [False, True])
+def test_what_is_kept_covers_the_kernels_of_fla(exactly: bool) -> None:
+    cache = pytest.importorskip("fla.ops.utils.cache")
+    with kept.kept_configs(kept.archives(), 32, 128, exactly=exactly) as folder:
         files = sorted(folder.iterdir())
         assert len(files) == 15
         for file in files:
