@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-WARM = 3
+WARM = 2
 """Processes that find a warm cache."""
 
 
