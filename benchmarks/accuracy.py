@@ -30,7 +30,7 @@ from kernel_fun import testing
 from . import kda, kept, runs
 
 REGIMES = ("softplus_random", "init_slow", "bounded", "spikes")
-LENGTHS = {1: 8, 15: 8, 16: 8, 63: 8, 64: 8, 65: 8, 130: 4, 1000: 4, 8192: 1}
+LENGTHS = {1: 8, 15: 16, 16: 16, 63: 16, 64: 16, 65: 16, 130: 8, 1000: 4, 8192: 1}
 """T -> seeds."""
 ON_HOST = 130
 """Tokens up to which the truth is computed on the CPU: it makes thousands of small launches, for which
