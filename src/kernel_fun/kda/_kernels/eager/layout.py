@@ -165,7 +165,7 @@ def layout(call: Call) -> Layout:
             bounds = [(b * T, T) for b in range(B)]
         else:
             cu = (call.cu_seqlens if call.cu_seqlens_cpu is None else call.cu_seqlens_cpu).tolist()
-            bounds = [(a, b - a) for a, b in zip(cu, cu[1:])]
+            bounds = [(a, max(0, b - a)) for a, b in zip(cu, cu[1:])]  # none where boundaries go back
         call.memo["eager.bounds"] = bounds
     return Layout(call.memo["eager.bounds"], call.BT, call.q.device)
 

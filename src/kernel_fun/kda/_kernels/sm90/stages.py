@@ -8,12 +8,15 @@ the device; rows past the last chunk are written nowhere and read nowhere.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kernel_fun._common import device as devices
 from kernel_fun._cute.packing import chunk_tables
+from kernel_fun._cute.varlen import chunk_bound
+from kernel_fun.kda import sequence_split
 from kernel_fun.kda._kernels.sm90 import bwd_grads as grads_kernel
 from kernel_fun.kda._kernels.sm90 import bwd_state as reverse_kernel
 from kernel_fun.kda._kernels.sm90 import fwd_intra as intra_kernel
@@ -21,6 +24,8 @@ from kernel_fun.kda._kernels.sm90 import fwd_state as state_kernel
 from kernel_fun.kda._kernels.sm90 import overlap
 from kernel_fun.kda._kernels.sm90.chunk_inputs import check_addresses, facts_of
 from kernel_fun.kda._kernels.sm90.rows import LAUNCHES_TAKE_LEAVES, TMA_BYTES
+from kernel_fun.kda._kernels.sm90.segment_states import segment_states
+from kernel_fun.kda._kernels.sm90.segment_tables import segment_tables
 from kernel_fun.kda.stages import Grads, Intra, ReverseScan, Scan
 
 if TYPE_CHECKING:
@@ -54,7 +59,8 @@ def fwd_intra(call: Call, *, scan_next: bool = False) -> Intra:
 def _scan_ctas(call: Call) -> int:
     """CTAs of a scan that may run beside fwd_intra; 0 if it comes after it."""
     B, T, HV, V = call.v.shape
-    return overlap.scan_ctas(B * HV, V, T, devices.of(call.v.device).sms) if _is_alone(call) else 0
+    alone = _is_alone(call) and _cut(call) is None
+    return overlap.scan_ctas(B * HV, V, T, devices.of(call.v.device).sms) if alone else 0
 
 
 def _scans_fit(call: Call) -> bool:
@@ -71,7 +77,30 @@ def _is_alone(call: Call) -> bool:
 
 def fwd_state(call: Call, intra: Intra, *, keep: bool, output: bool = True) -> Scan:
     """See :class:`kernel_fun.kda.stages.FwdState`."""
-    return _scan(call, intra, keep=keep, output=output)
+    cut = None if call.notes.get("cut") == UNCUT else _cut(call)
+    if cut is None:
+        return _scan(call, intra, keep=keep, output=output)
+    return sequence_split.scan(_prepared(call), intra, cut, SPLIT, keep=keep, output=output)
+
+
+UNCUT = ()
+"""Noted of calls whose shapes leave nothing to cut."""
+
+
+def _cut(call: Call) -> sequence_split.Cut | None:
+    """How the call's long sequences are cut into segments, None where it has none."""
+    cut = call.notes.get("cut")
+    if cut is None:
+        sms = devices.of(call.v.device).sms
+        cut = call.notes["cut"] = sequence_split.cut_for(call, sms) or UNCUT
+    return cut if cut != UNCUT and sequence_split.has_long(call, cut) else None
+
+
+def _prepared(call: Call) -> Call:
+    """The call with its operands as launches take them, so that what is copied is copied once a pass."""
+    q, k, v, g, beta, A_log, dt_bias, _ = _operands(call)
+    names = dict(q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias)
+    return call.like(notes=call.notes.of(q, k, v, g, beta), **names)
 
 
 def _scan(call: Call, intra: Intra, *, keep: bool, output: bool, leads: bool = False) -> Scan:
@@ -79,16 +108,17 @@ def _scan(call: Call, intra: Intra, *, keep: bool, output: bool, leads: bool = F
     wants_ht = call.output_final_state and (output or not keep)
     ready = call.scratch.pop("ready", None)
     q, k, v, g, beta, A_log, _, dt_bias = _operands(call)
-    h0 = None if call.initial_state is None else call.initial_state.detach().contiguous()
+    h0 = None if call.initial_state is None else _state(call.initial_state)
     _check_addresses(call, intra, h0=h0)
     given = q, k, v, g, beta, *intra, h0, A_log, dt_bias, *_sequences(call)
     wanted = "fwd_state", output, wants_ht, keep, ready is not None, leads
     plan = call.notes.get(wanted)
     if plan is None:
-        plan = call.notes[wanted] = state_kernel.prepare(
-            facts_of(*given), q.device, state_v_first=call.state_v_first, want_ht=wants_ht, want_h=keep, want_v_new=keep,
+        plan = state_kernel.prepare(
+            _facts(call, given, intra.total), q.device, state_v_first=call.state_v_first, want_ht=wants_ht, want_h=keep, want_v_new=keep,
             want_o=output, overlapped=ready is not None, leads=leads, **_forms(call),
         )  # fmt: skip
+        plan = call.notes[wanted] = _with_rows(plan, call)
     return Scan(*state_kernel.launch(plan, *given, ready))
 
 
@@ -101,6 +131,22 @@ def bwd_state(
     v_new: Tensor | None,
 ) -> ReverseScan:
     """See :class:`kernel_fun.kda.stages.BwdState`."""
+    cut = None if call.notes.get("cut") == UNCUT else _cut(call)
+    if cut is None:
+        return _reverse_scan(call, intra, do, dht, h, v_new)
+    do = None if do is None else _upstream(do, call)
+    return sequence_split.reverse(_prepared(call), intra, cut, SPLIT, do, dht, h, v_new)
+
+
+def _reverse_scan(
+    call: Call,
+    intra: Intra,
+    do: Tensor | None,
+    dht: Tensor | None,
+    h: Tensor | None,
+    v_new: Tensor | None,
+) -> ReverseScan:
+    """bwd_state, uncut."""
     q, k, _, g, beta, A_log, _, dt_bias = _operands(call)
     do = None if do is None else _upstream(do, call)
     dht = None if dht is None else dht.contiguous()
@@ -119,11 +165,31 @@ def bwd_state(
     kind = "bwd_state", beside
     plan = call.notes.get(kind)
     if plan is None:
-        plan = call.notes[kind] = reverse_kernel.prepare(
-            facts_of(*given), q.device, state_v_first=call.state_v_first, want_dh0=call.initial_state is not None,
+        plan = reverse_kernel.prepare(
+            _facts(call, given, intra.total), q.device, state_v_first=call.state_v_first, want_dh0=call.initial_state is not None,
             overlapped=beside, **_forms(call),
         )  # fmt: skip
+        plan = call.notes[kind] = _with_rows(plan, call)
     return ReverseScan(*reverse_kernel.launch(plan, *given), h, v_new)
+
+
+SPLIT = sequence_split.Backend(_scan, _reverse_scan, segment_tables, segment_states)
+
+
+def _facts(call: Call, given: tuple[Any, ...], total: Tensor | None) -> tuple[Any, ...]:
+    """Facts of what a scan reads. Segments are a packing of the chunks of another call: ``total`` has the rows of that,
+    which are enough, and counts as having those that so many sequences could need."""
+    facts = facts_of(*given)
+    if "chunk_rows" not in call.memo:
+        return facts
+    rows = chunk_bound(call.q.shape[1], call.cu_seqlens.shape[0] - 1)  # pyright: ignore[reportOptionalMemberAccess]
+    return tuple([((rows, *f[0][1:]), *f[1:]) if x is total else f for x, f in zip(given, facts)])
+
+
+def _with_rows(plan: Any, call: Call) -> Any:
+    """The plan with as many rows of chunks as the call has that segments are a packing of."""
+    rows = call.memo.get("chunk_rows")
+    return plan if rows is None else replace(plan, chunks=(rows, *plan.chunks[1:]))
 
 
 def bwd_grads(call: Call, intra: Intra, scan: ReverseScan, do: Tensor | None) -> Grads:
@@ -143,6 +209,11 @@ def bwd_grads(call: Call, intra: Intra, scan: ReverseScan, do: Tensor | None) ->
     if dbeta.dtype != call.beta.dtype:
         dbeta = dbeta.to(call.beta.dtype)
     return Grads(dq, dk, dv, dg, dbeta, dA_log, ddt_bias)
+
+
+def _state(x: Tensor) -> Tensor:
+    """States as a scan reads them: in place where every sequence has the same one, too."""
+    return x.detach() if x.stride(0) == 0 and x[0].is_contiguous() else x.detach().contiguous()
 
 
 def _forms(call: Call) -> dict[str, Any]:

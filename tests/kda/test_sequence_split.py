@@ -1,0 +1,365 @@
+"""One long sequence on many SMs: cut into segments a call is the uncut one, on the CPU in float64 with the eager
+stages, on a Hopper GPU with the kernels, and its cost is where it pays alone."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernel_fun._common import config
+from kernel_fun._common import device as devices
+from kernel_fun.kda import chunk_kda, sequence_split
+from kernel_fun.kda._kernels.eager import bwd_state as eager_bwd_state
+from kernel_fun.kda._kernels.eager import fwd_state as eager_fwd_state
+from kernel_fun.kda.call import Call
+from kernel_fun.kda.reference import chunked
+from kernel_fun.kda.sequence_split import Backend, Cut, cut_of, fold, forced, segment_tables
+from kernel_fun.kda.stages import Intra, ReverseScan, Scan
+from kernel_fun.testing import assert_close, make_inputs, make_upstream, poisoned_empty, run
+
+F64, BF16 = torch.float64, torch.bfloat16
+STATES: dict[str, Any] = dict(initial_state=True, output_final_state=True)
+SHORT = Cut(128, 130)
+"""Two chunks a segment, so that 1000 tokens are many."""
+
+
+# where
+
+
+@pytest.mark.parametrize(
+    ("HV", "K", "V", "cut"),
+    [
+        (1, 128, 128, (512, 6144)),
+        (2, 128, 128, (1024, 8192)),
+        (4, 128, 128, (2048, 12288)),
+        (8, 128, 128, (4096, 20480)),
+        (9, 128, 128, None),
+        (4, 128, 256, (4096, 20480)),
+        (5, 128, 256, None),
+        (16, 64, 64, (4096, 20480)),
+        (17, 64, 64, None),
+        (1, 64, 64, (256, 5120)),
+    ],
+)
+def test_few_heads_are_cut(HV: int, K: int, V: int, cut: tuple[int, int] | None) -> None:
+    assert cut_of(HV, K, V, 132) == (None if cut is None else Cut(*cut))
+
+
+def test_a_gpu_of_unknown_size_cuts_nothing() -> None:
+    assert cut_of(1, 128, 128, 0) is None
+
+
+@pytest.mark.parametrize("cut", [Cut(100, 1), Cut(0, 1), Cut(64, 0)])
+def test_a_segment_is_whole_chunks(cut: Cut) -> None:
+    with pytest.raises(ValueError, match="`cut` must have a positive multiple of 64"), forced(cut):
+        pass
+
+
+# tables
+
+LENGTHS = [
+    [1000],
+    [128],
+    [129],
+    [130],
+    [256, 384],
+    [0, 300, 0],
+    [5, 130, 64, 700, 1, 0],
+    [0],
+]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("spare", [0, 3])
+def test_segments_are_a_packing_of_the_same_chunks(lengths: list[int], spare: int) -> None:
+    ends = list(itertools.accumulate((0, *lengths)))
+    pieces: list[tuple[int, int, int]] = []  # sequence, begin, end
+    for n, (lo, hi) in enumerate(itertools.pairwise(ends)):
+        step = SHORT.tokens if hi - lo >= SHORT.least else max(1, hi - lo)
+        pieces += [(n, at, min(at + step, hi)) for at in range(lo, max(hi, lo + 1), step)]
+    S = len(pieces) + spare
+    tables = segment_tables(torch.tensor(ends, dtype=torch.int32), S, SHORT)
+    assert (tables.count, tables.entries) == (S, 2 * S - 1)
+    assert all(t.dtype == torch.int32 for t in tables)
+    used = len(pieces)
+    assert tables.bounds.tolist() == [begin for _, begin, _ in pieces] + [ends[-1]] * (spare + 1)
+    chunks = [0, *itertools.accumulate(-(-(end - begin) // 64) for _, begin, end in pieces)]
+    assert tables.chunks.tolist() == chunks + [chunks[-1]] * spare
+    assert tables.first.tolist() == [
+        next((s for s, p in enumerate(pieces) if p[0] == n), used) for n in range(len(lengths) + 1)
+    ]
+    assert tables.last.tolist() == [x - 1 for x in tables.first.tolist()[1:]]
+    for table, skipped in ((tables.ahead, tables.last), (tables.back, tables.first)):
+        spans = list(itertools.pairwise(table.tolist()))
+        assert all(lo >= hi for lo, hi in spans[1::2])  # gaps
+        for s, (lo, hi) in zip(range(S - 1, -1, -1), spans[::2]):
+            whole = pieces[s][1:] if s < used else (ends[-1], ends[-1])
+            assert (lo, hi) == (whole if s < used and s not in skipped.tolist() else (whole[0], whole[0]))
+    assert tables.entry_chunks.tolist() == [c for c in reversed(tables.chunks.tolist()[:S]) for _ in "12"]
+
+
+# on the CPU
+
+
+@pytest.fixture
+def cutting(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[int]]:
+    """The eager stages cut long sequences; how many segments each scan was given."""
+    monkeypatch.setenv(config.KDA_BACKEND.name, "eager")
+    plain, plain_reverse = eager_fwd_state.fwd_state, eager_bwd_state.bwd_state
+    seen: list[int] = []
+
+    def scan(call: Call, intra: Intra, *, keep: bool, output: bool = True) -> Scan:
+        seen.append(len(call.cu_seqlens) - 1 if call.cu_seqlens is not None else 0)
+        return plain(call, intra, keep=keep, output=output)
+
+    def reverse(call: Call, intra: Intra, *given: Tensor | None) -> ReverseScan:
+        assert given[2] is not None
+        assert given[3] is not None
+        seen.append(len(call.cu_seqlens) - 1 if call.cu_seqlens is not None else 0)
+        return plain_reverse(call, intra, *given)
+
+    by = Backend(scan, reverse, segment_tables, fold)
+
+    def fwd_state(call: Call, intra: Intra, *, keep: bool, output: bool = True) -> Scan:
+        cut = sequence_split.cut_for(call, 132)
+        if cut is None or not sequence_split.has_long(call, cut):
+            return plain(call, intra, keep=keep, output=output)
+        return sequence_split.scan(call, intra, cut, by, keep=keep, output=output)
+
+    def bwd_state(call: Call, intra: Intra, *given: Tensor | None) -> ReverseScan:
+        cut = sequence_split.cut_for(call, 132)
+        if cut is None or not sequence_split.has_long(call, cut):
+            return plain_reverse(call, intra, *given)
+        return sequence_split.reverse(call, intra, cut, by, *given)
+
+    monkeypatch.setattr(eager_fwd_state, "fwd_state", fwd_state)
+    monkeypatch.setattr(eager_bwd_state, "bwd_state", bwd_state)
+
+    def taken() -> list[int]:
+        found = seen[:]
+        seen.clear()
+        return found
+
+    return taken
+
+
+def assert_equal(a: dict[str, Tensor], b: dict[str, Tensor], limit: float = 1e-10) -> None:
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        assert (value - b[name]).abs().max() <= limit * max(1.0, float(value.abs().max())), name
+
+
+SMALL: dict[str, Any] = dict(H=1, HV=2, K=8, V=8, dtype=F64)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(T=1000),
+        dict(T=512),
+        dict(T=513, **STATES),
+        dict(T=300, B=2, **STATES),
+        dict(T=384, B=2),
+        dict(seqlens=(5, 300, 0, 64, 513, 129), tail=9, **STATES),
+        dict(seqlens=(5, 300, 0, 64, 513, 129), tail=9, **STATES, state_v_first=True),
+        dict(seqlens=(700,), V=12, **STATES, state_v_first=True),
+        dict(seqlens=(300, 300), output_final_state=True),
+        dict(T=400, regime="softplus_random", initial_state=True),
+        dict(T=400, regime="bounded", HV=4, H=2),
+        dict(T=400, regime="spikes", beta="raw", l2norm=False, **STATES),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("keep", [False, True])
+def test_cut_is_uncut(fields: dict[str, Any], keep: bool, cutting: Callable[[], list[int]]) -> None:
+    x = make_inputs(**{**SMALL, **fields}) | {"disable_recompute": keep}
+    up = make_upstream(x)
+    with forced(None):
+        want = run(chunk_kda, x, **up)
+        assert cutting() == []
+    with forced(SHORT):
+        assert_equal(want, run(chunk_kda, x, **up))
+        seen = cutting()
+        S = min(seen)
+        entries = 2 * S - 1
+        assert seen == ([entries, S, entries, entries, S] if keep else [entries, S, entries, S, entries, S])
+        for name in up:
+            some = {name: up[name]}
+            with forced(None):
+                want_some = run(chunk_kda, x, **some)
+            assert_equal(want_some, run(chunk_kda, x, **some))
+
+
+def test_a_dense_batch_of_spaced_rows_is_cut(cutting: Callable[[], list[int]]) -> None:
+    """Rows that are no view of one row of tokens."""
+    x = make_inputs(T=400, B=2, **SMALL)
+    x["q"] = torch.cat((x["q"], x["q"]), 1)[:, :400]
+    x["beta"] = x["beta"].transpose(0, 1).contiguous().transpose(0, 1)
+    up = make_upstream(x)
+    with forced(None):
+        want = run(chunk_kda, x, **up)
+    with forced(SHORT):
+        assert_equal(want, run(chunk_kda, x, **up))
+    assert cutting()
+
+
+def test_intermediate_states_are_those_of_the_call(cutting: Callable[[], list[int]]) -> None:
+    x = make_inputs(seqlens=(5, 300, 0, 513), **SMALL, **STATES) | {"return_intermediate_states": True}
+    with torch.inference_mode():
+        with forced(None):
+            want = chunk_kda(**x)
+        with forced(SHORT):
+            found = chunk_kda(**x)
+    assert cutting()
+    for a, b in zip(want, found):
+        assert (a - b).abs().max() < 1e-12
+
+
+def test_known_lengths_that_are_short_are_not_cut(cutting: Callable[[], list[int]]) -> None:
+    x = make_inputs(seqlens=(100, 129, 71), **SMALL)
+    x["cu_seqlens_cpu"] = x["cu_seqlens"].clone()
+    with forced(SHORT):
+        chunk_kda(**x)
+        assert cutting() == []
+        chunk_kda(**x, use_graph=True, max_num_seqs=3)  # it is replayed with others
+        assert cutting()
+        chunk_kda(**x | {"cu_seqlens": (cu := torch.tensor([0, 100, 300])), "cu_seqlens_cpu": cu.clone()})
+        assert cutting()
+
+
+def test_a_sequence_does_not_know_its_batch(cutting: Callable[[], list[int]]) -> None:
+    """Alone, dense, and packed among others that are cut elsewhere: near enough, and the fold to the bit."""
+    lengths = (70, 400, 300, 64)
+    x = make_inputs(seqlens=lengths, **SMALL, **STATES)
+    ends = list(itertools.accumulate((0, *lengths)))
+    with forced(SHORT):
+        whole = run(chunk_kda, x)
+        for n, (lo, hi) in enumerate(itertools.pairwise(ends)):
+            own = {k: v[:, lo:hi] if k in ("q", "k", "v", "g", "beta") else v for k, v in x.items()}
+            own.pop("cu_seqlens")
+            own["initial_state"] = x["initial_state"][n : n + 1]
+            alone = run(chunk_kda, own)
+            assert (alone["o"] - whole["o"][:, lo:hi]).abs().max() < 1e-12
+            assert (alone["ht"] - whole["ht"][n : n + 1]).abs().max() < 1e-12
+    assert cutting()
+
+
+def folded(lengths: list[int], seed: int = 0) -> tuple[Any, ...]:
+    """Random summaries of the segments of sequences: tables, summaries, given states, dS_loc."""
+    ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    S = len(lengths) + int(ends[-1]) // SHORT.tokens
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
+    HV, K, V = 2, 64, 64
+    summaries = draw(2 * S - 1, HV, K, V + K)
+    summaries[..., V:] /= K**0.5
+    return segment_tables(ends, S, SHORT), summaries, draw(len(lengths), HV, K, V), draw(2 * S - 1, HV, K, V)
+
+
+def test_the_fold_runs_one_way_and_the_other() -> None:
+    """Three segments, written out."""
+    tables, x, given, local = folded([300])
+    x, y = x.double().flip(0)[::2], local.double().flip(0)[::2]  # of segments
+    V = 64
+    one = x[0, ..., :V] + x[0, ..., V:] @ given[0].double()
+    two = x[1, ..., :V] + x[1, ..., V:] @ one
+    want = torch.stack((given[0].double(), one, two))
+    found = fold(x.flip(0).repeat_interleave(2, 0)[:-1], tables, given, None, False)
+    assert (found - want).abs().max() < 1e-12
+    back = torch.stack((y[1] + x[1, ..., V:].mT @ y[2], y[2], given[0].double()))
+    spread = y.flip(0).repeat_interleave(2, 0)[:-1]
+    found = fold(x.flip(0).repeat_interleave(2, 0)[:-1], tables, given.mT, spread.mT, True)
+    assert (found.mT - back).abs().max() < 1e-12
+
+
+# what is compiled and launched
+
+
+def test_a_fold_takes_the_heads_of_the_scans() -> None:
+    pytest.importorskip("cutlass")
+    from kernel_fun.kda._kernels.sm90 import segment_states, segment_tables
+
+    with pytest.raises(ValueError, match="`K` must be 64 or 128, got 96"):
+        segment_states.Config(K=96, reverse=False, given=False, state_v_first=False)
+    with pytest.raises(ValueError, match="`index`"):
+        segment_tables.Config("float32")
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("v_first", [False, True])
+def test_compiles_without_a_stack(reverse: bool, v_first: bool, cache_dir: object) -> None:
+    pytest.importorskip("cutlass")
+    from kernel_fun._cute import inspect
+    from kernel_fun.kda._kernels.sm90 import segment_states, segment_tables
+
+    c = segment_states.Config(K=128, reverse=reverse, given=True, state_v_first=v_first)
+    (kernel,) = inspect.resources(segment_states._compile.object(c))
+    assert kernel.stack_bytes == 0
+    assert kernel.registers <= 65536 // segment_states.THREADS
+    tables = inspect.resources(segment_tables._compile.object(segment_tables.Config("int64")))
+    assert all(k.stack_bytes == 0 and k.registers <= 64 for k in tables)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Any, tuple[Any, ...]]]]:
+    """CPU tensors count as an H200's; a launch is recorded instead of made: name, config, arguments."""
+    pytest.importorskip("cutlass")
+    from kernel_fun._cute.compile import Jit
+
+    seen: list[tuple[str, Any, tuple[Any, ...]]] = []
+
+    def asked(self: Any, made: Any) -> Callable[..., None]:
+        return lambda *given: seen.append((self.module.rpartition(".")[2], made, given))
+
+    monkeypatch.setattr(Jit, "__call__", asked)
+    monkeypatch.setattr("kernel_fun._common.support.missing", lambda need: None)
+    monkeypatch.setenv(config.KDA_BACKEND.name, "sm90")
+    with devices.pretend("sm90"):
+        yield seen
+
+
+FORWARD = ["segment_tables", "fwd_state", "segment_states", "fwd_state"]
+BACKWARD = ["fwd_state", "segment_states", "fwd_state", "bwd_state", "segment_states", "bwd_state", "bwd_grads"]
+
+
+@pytest.mark.parametrize("fields", [dict(T=12288), dict(seqlens=(12288,)), dict(T=12288, B=2)], ids=str)
+def test_a_long_call_of_few_heads_is_cut(fields: dict[str, Any], launched: list[Any]) -> None:
+    heads: dict[str, Any] = dict(H=4, HV=4, K=128, V=128, dtype=BF16)
+    x = {n: torch.empty(t.shape, dtype=t.dtype) if isinstance(t, Tensor) and t.dtype == BF16 else t
+         for n, t in make_inputs("softplus_random", **{**heads, **fields}).items()}  # fmt: skip
+    x["q"].requires_grad_()
+    for _ in range(2):  # the second pass takes the plans of the first over
+        launched.clear()
+        o, _ = chunk_kda(**x)
+        packed = "seqlens" in fields
+        first = ["chunk_tables", "fwd_intra"] if packed else ["fwd_intra"]
+        names = ["chunk_tables" if name == "packing" else name for name, *_ in launched]
+        assert names == first + FORWARD
+        before = len(launched)
+        o.backward(o)
+        assert [name for name, *_ in launched[before:]] == BACKWARD
+        assert not any(getattr(c, f, False) for _, c, _ in launched for f in ("overlapped", "leads"))
+        B = fields.get("B", 1)
+        rows = {
+            t.shape[0]
+            for name, _, given in launched
+            for t in given
+            if isinstance(t, Tensor) and t.dim() == 4 and t.dtype == BF16 and t.shape[2:] == (128, 128)
+            and name in ("fwd_state", "bwd_state", "bwd_grads") and t.shape[1] == 4 and t.shape[0] > 100
+        }  # fmt: skip
+        assert rows == {12288 // 64 * B + packed}  # h and dh of the call, whatever its segments
+
+
+@pytest.mark.parametrize(
+    "fields", [dict(T=12287), dict(seqlens=(12287,)), dict(T=12288, H=9, HV=9)], ids=str
+)
+def test_other_calls_are_not(fields: dict[str, Any], launched: list[Any]) -> None:
+    heads: dict[str, Any] = dict(H=4, HV=4, K=128, V=128, dtype=BF16)
+    with torch.no_grad():
+        chunk_kda(**make_inputs("bounded", **{**heads, **fields}))
+    assert [name for name, *_ in launched if name != "packing"] == ["fwd_intra", "fwd_state"]
