@@ -189,14 +189,17 @@ class TestBuild:
     def test_every_kernel_of_a_training_step(self, rehearsed: list[tuple[Any, Any]], tmp_path: Path) -> None:
         one = ["fwd_intra", "fwd_state", "fwd_state", "bwd_state", "bwd_grads"]
         beside = ["fwd_intra", "fwd_state"]  # the forms of a long forward of few chains
+        scans = ["fwd_state", "fwd_state", "fwd_state", "bwd_state", "bwd_state"]
+        cut = ["segment_tables", "segment_states", "segment_states", *scans, *scans]  # in either tile of V
         told: list[warming.Warmed] = []
         report = warming.build([self.GPU], "sm_90a", tmp_path, exactly=True, on_kernel=told.append)
         assert told == report
-        assert self.kernels(rehearsed) == [*beside, *one]
-        forms = [c for _, c in rehearsed if hasattr(c, "overlapped")]
+        assert self.kernels(rehearsed)[:7] == [*beside, *one]
+        assert sorted(self.kernels(rehearsed)[7:]) == sorted(cut)
+        forms = [c for _, c in rehearsed[:7] if hasattr(c, "overlapped")]
         assert [c.overlapped for c in forms] == [True, True, False, False, False, True]
         assert [c.leads for c in forms if hasattr(c, "leads")] == [False, False, True]
-        assert [entry.how for entry in report] == ["compiled"] * 7
+        assert [entry.how for entry in report] == ["compiled"] * 20
         assert device.of(torch.device("cpu")).arch == "cpu"
         assert config.KDA_BACKEND.read() == "auto"
         rehearsed.clear()
@@ -204,7 +207,7 @@ class TestBuild:
             [self.GPU], "sm_90a", tmp_path
         )  # a form of the scans for chains so few that two fit, one for few and one for many
         few, many = ["fwd_state", "bwd_state"], ["fwd_state", "fwd_state", "bwd_state"]
-        assert sorted(self.kernels(rehearsed)) == sorted([*beside, *one, *few, *many])
+        assert sorted(self.kernels(rehearsed)) == sorted([*beside, *one, *few, *many, *cut])
 
     def test_grouped_heads_and_packings_need_more(
         self, rehearsed: list[tuple[Any, Any]], tmp_path: Path
@@ -236,6 +239,22 @@ class TestBuild:
         if HV == 4:
             monkeypatch.setattr(exercise, "TOKENS", 2 * exercise.LONG_TOKENS + 1)
             assert asked([2]) <= ready
+
+    @pytest.mark.parametrize(
+        "fields", [{}, dict(N=3), dict(B=3, V=256, keep=True), dict(N=1, H=2, HV=8, K=64)]
+    )
+    def test_cut_sequences_ask_for_nothing_more(self, fields: dict[str, Any]) -> None:
+        """Calls as long as is cut, of one to many segments, need what the exercises of their head shape need."""
+
+        def names(found: list[tuple[Any, Any]]) -> set[tuple[str, str]]:
+            return {(jit.module, repr(c)) for jit, c in found}
+
+        shape = replace(self.GPU, **fields)
+        ready = names(warming.kernels([shape], "sm90", exactly=False))
+        for T in (1 << 15, 1 << 17, 1 << 19):
+            found = names(warming.kernels([replace(shape, T=T)], "sm90", exactly=True, of_length=True))
+            assert any("segment_states" in module for module, _ in found)
+            assert found <= ready
 
     def test_what_no_kernel_serves_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(BackendUnavailable, match="K = 100, kernels are built for 64 and 128"):

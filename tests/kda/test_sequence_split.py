@@ -84,7 +84,7 @@ def test_segments_are_a_packing_of_the_same_chunks(lengths: list[int], spare: in
         pieces += [(n, at, min(at + step, hi)) for at in range(lo, max(hi, lo + 1), step)]
     S = len(pieces) + spare
     tables = segment_tables(torch.tensor(ends, dtype=torch.int32), S, SHORT)
-    assert (tables.count, tables.entries) == (S, 2 * S - 1)
+    assert (tables.size, tables.entries) == (S, 2 * S - 1)
     assert all(t.dtype == torch.int32 for t in tables)
     used = len(pieces)
     assert tables.bounds.tolist() == [begin for _, begin, _ in pieces] + [ends[-1]] * (spare + 1)
@@ -324,7 +324,15 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Any, t
 
 
 FORWARD = ["segment_tables", "fwd_state", "segment_states", "fwd_state"]
-BACKWARD = ["fwd_state", "segment_states", "fwd_state", "bwd_state", "segment_states", "bwd_state", "bwd_grads"]
+BACKWARD = [
+    "fwd_state",
+    "segment_states",
+    "fwd_state",
+    "bwd_state",
+    "segment_states",
+    "bwd_state",
+    "bwd_grads",
+]
 
 
 @pytest.mark.parametrize("fields", [dict(T=12288), dict(seqlens=(12288,)), dict(T=12288, B=2)], ids=str)
@@ -355,11 +363,261 @@ def test_a_long_call_of_few_heads_is_cut(fields: dict[str, Any], launched: list[
         assert rows == {12288 // 64 * B + packed}  # h and dh of the call, whatever its segments
 
 
-@pytest.mark.parametrize(
-    "fields", [dict(T=12287), dict(seqlens=(12287,)), dict(T=12288, H=9, HV=9)], ids=str
-)
+@pytest.mark.parametrize("fields", [dict(T=12287), dict(seqlens=(12287,)), dict(T=12288, H=9, HV=9)], ids=str)
 def test_other_calls_are_not(fields: dict[str, Any], launched: list[Any]) -> None:
     heads: dict[str, Any] = dict(H=4, HV=4, K=128, V=128, dtype=BF16)
     with torch.no_grad():
         chunk_kda(**make_inputs("bounded", **{**heads, **fields}))
     assert [name for name, *_ in launched if name != "packing"] == ["fwd_intra", "fwd_state"]
+
+
+# on the device
+
+absent = not torch.cuda.is_available() or devices.of(torch.device("cuda")).arch != "sm90"
+
+
+def on_hopper(test: Any) -> Any:
+    for mark in (pytest.mark.skipif(absent, reason="needs a Hopper GPU"), pytest.mark.gpu, pytest.mark.sm90):
+        test = mark(test)
+    return test
+
+
+HEADS: dict[str, Any] = dict(H=2, HV=4, K=128, V=128, dtype=BF16, device="cuda")
+MANY = dict(H=8, HV=16)
+"""dA_log is one number a head, a sum that nearly cancels in some: its norm means something over many."""
+PACKED = (5, 300, 0, 64, 513, 129, 0)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Calls are forced onto the kernels and cut into segments of two chunks; which folds were launched."""
+    from kernel_fun.kda._kernels.sm90 import segment_states, stages
+
+    monkeypatch.setenv(config.KDA_BACKEND.name, "sm90")
+    seen: list[str] = []
+
+    def spied(summaries: Tensor, segments: Any, given: Any, local: Any, v_first: bool) -> Tensor:
+        seen.append("forward" if local is None else "reverse")
+        return segment_states.segment_states(summaries, segments, given, local, v_first)
+
+    monkeypatch.setattr(stages, "SPLIT", stages.SPLIT._replace(fold=spied))
+    with forced(SHORT):
+        yield seen
+
+
+def gpu_run(x: dict[str, Any], up: dict[str, Tensor]) -> dict[str, Tensor]:
+    with poisoned_empty():
+        return run(chunk_kda, x, **up)
+
+
+def assert_right(ref: dict[str, Tensor], out: dict[str, Tensor], dtype: torch.dtype = BF16) -> None:
+    assert ref.keys() == out.keys()
+    for name, value in ref.items():
+        assert_close(name, value, out[name], dtype=dtype)
+
+
+def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        assert torch.equal(value, b[name]), name
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize(
+    "lengths", [*LENGTHS, [3] * 1025, [0, 1, 300, 0] * 700, [200_000]], ids=lambda x: f"{len(x)}, {sum(x)}"
+)
+def test_tables_are_those_of_torch(lengths: list[int], dtype: torch.dtype) -> None:
+    from kernel_fun.kda._kernels.sm90.segment_tables import segment_tables as on_device
+
+    cu = torch.tensor([0, *lengths], dtype=dtype).cumsum(0).to("cuda", dtype)
+    S = len(lengths) + sum(lengths) // SHORT.tokens
+    for name, want, found in zip(
+        sequence_split.Segments._fields, segment_tables(cu, S, SHORT), on_device(cu, S, SHORT)
+    ):
+        assert torch.equal(want, found), name
+
+
+@on_hopper
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(("K", "V"), [(128, 128), (64, 192)])
+def test_the_fold_is_that_of_float64(K: int, V: int, reverse: bool, given: bool, v_first: bool) -> None:
+    from kernel_fun.kda._kernels.sm90.segment_states import segment_states
+
+    lengths = [5, 0, 1000, 300, 64, 2000, 0]
+    ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    S = len(lengths) + int(ends[-1]) // SHORT.tokens
+    tables = segment_tables(ends.cuda(), S, SHORT)
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(shape, generator=generator).cuda()  # noqa: E731
+    summaries = draw(2 * S - 1, 3, K, V + K)
+    summaries[..., V:] /= 2 * K**0.5
+    state = (V, K) if v_first else (K, V)
+    more = (
+        draw(len(lengths), 3, *state) if given else None,
+        draw(2 * S - 1, 3, *state) if reverse else None,
+        v_first,
+    )
+    with poisoned_empty():
+        found = segment_states(summaries, tables, *more)
+    want = fold(summaries.double(), tables, *(None if x is None else x.double() for x in more[:2]), v_first)
+    assert (found - want).norm() <= 1e-6 * want.norm()
+    used = int(tables.first[-1])
+    assert used < S
+    assert not found[used:].any()
+    assert found[:used].isfinite().all()
+
+
+@on_hopper
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(T=1000),
+        dict(T=1024, **STATES),
+        dict(T=513, B=2, **STATES, state_v_first=True),
+        dict(seqlens=PACKED, tail=9, **STATES),
+        dict(seqlens=PACKED, tail=9, **STATES, state_v_first=True, V=192),
+        dict(T=700, K=64, V=64, **STATES),
+        dict(T=700, K=64, V=256),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("regime", ["softplus_random", "init_slow", "bounded", "spikes"])
+def test_cut_calls_agree_with_float64(regime: str, fields: dict[str, Any], kernels: list[str]) -> None:
+    x = make_inputs(**{**HEADS, **MANY, **fields, "regime": regime})
+    up = make_upstream(x)
+    out = gpu_run(x, up)
+    assert kernels == ["forward", "forward", "reverse"]
+    assert_right(run(chunked, x, **up, double=True), out)
+    with forced(None):
+        assert_right(gpu_run(x, up), out)
+    assert len(kernels) == 3
+    if x.get("cu_seqlens") is not None:
+        for name in ("o", "dq", "dk", "dv", "dg", "dbeta"):
+            assert not out[name][:, sum(PACKED) :].any(), name
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+@pytest.mark.parametrize("g", [None, torch.float32], ids=["g16", "g32"])
+def test_cut_calls_of_other_forms(dtype: torch.dtype, g: torch.dtype | None, kernels: list[str]) -> None:
+    x = make_inputs(
+        "precomputed", T=600, **{**HEADS, **MANY, "dtype": dtype}, g_dtype=g, beta="raw", l2norm=False
+    )
+    up = make_upstream(x)
+    assert_right(run(chunked, x, **up, double=True), gpu_run(x, up), dtype)
+    assert kernels
+
+
+@on_hopper
+def test_what_is_cut_by_itself_agrees_with_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(config.KDA_BACKEND.name, "sm90")
+    x = make_inputs("init_slow", T=12_300, H=4, HV=8, K=64, V=64, dtype=BF16, device="cuda")
+    assert cut_of(8, 64, 64, devices.of(torch.device("cuda")).sms) is not None
+    up = make_upstream(x)
+    out = gpu_run(x, up)
+    assert_right(run(chunked, x, **up, double=True), out)
+    with forced(None):
+        uncut = gpu_run(x, up)
+    assert not torch.equal(uncut["o"], out["o"])  # it was cut
+
+
+@on_hopper
+def test_gradients_of_one_output_alone(kernels: list[str]) -> None:
+    x = make_inputs("bounded", T=700, **HEADS, **STATES)
+    up = make_upstream(x)
+    for name in up:
+        assert_right(run(chunked, x, **{name: up[name]}, double=True), gpu_run(x, {name: up[name]}))
+    assert kernels == ["forward", "forward", "reverse"] * 2
+
+
+@on_hopper
+def test_bits_of_cut_sequences(kernels: list[str]) -> None:
+    """Two runs, states kept or rebuilt, alone or among others, a prefix: the same to the bit."""
+    lengths = (65, 700, 128, 513, 17)
+    x = make_inputs("softplus_random", seqlens=lengths, **HEADS, **STATES)
+    up = make_upstream(x)
+    whole = gpu_run(x, up)
+    assert_same(whole, gpu_run(x, up))
+    assert_same(whole, gpu_run({**x, "disable_recompute": True}, up))
+    ends = list(itertools.accumulate((0, *lengths)))
+    tokens = ("q", "k", "v", "g", "beta")
+    for n, (lo, hi) in enumerate(itertools.pairwise(ends)):
+        own = {k: v[:, lo:hi] if k in tokens else v for k, v in x.items() if k != "cu_seqlens"}
+        own["initial_state"] = x["initial_state"][n : n + 1]
+        alone = gpu_run(own, {"do": up["do"][:, lo:hi], "dht": up["dht"][n : n + 1]})
+        for name in ("o", "dq", "dk", "dv", "dg", "dbeta"):
+            assert torch.equal(alone[name], whole[name][:, lo:hi]), (name, n)
+        for name in ("ht", "dh0"):
+            assert torch.equal(alone[name], whole[name][n : n + 1]), (name, n)
+        if hi - lo > 500:
+            part = {k: v[:, :450] if k in tokens else v for k, v in own.items()}
+            assert torch.equal(chunk_kda(**part)[0], alone["o"][:, :450])
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert_same(whole, run(chunk_kda, x, **up))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert kernels
+
+
+@on_hopper
+def test_nan_stays_in_its_sequence(kernels: list[str]) -> None:
+    x = make_inputs("softplus_random", seqlens=(300, 400, 300), **HEADS)
+    up = make_upstream(x)
+    clean = run(chunk_kda, x, **up)
+    for name in ("q", "k", "v", "g", "beta"):
+        x[name][:, 500] = float("nan")
+    spoiled = run(chunk_kda, x, **up)
+    for name in ("o", "dq", "dk", "dv", "dg", "dbeta"):
+        for rows in (slice(0, 300), slice(700, 1000)):
+            assert torch.equal(spoiled[name][:, rows], clean[name][:, rows]), name
+    assert kernels
+
+
+@on_hopper
+@pytest.mark.parametrize("seqlens", [None, (700, 30, 0, 270)], ids=["dense", "packed"])
+def test_a_graph_replays_a_cut_step(seqlens: tuple[int, ...] | None, kernels: list[str]) -> None:
+    """Forward and backward, without a wait for the device, on other values and other boundaries."""
+    cases = [make_inputs("bounded", T=1000, seqlens=seqlens, seed=s, **HEADS) for s in range(2)]
+    if seqlens:
+        cases[1]["cu_seqlens"] = torch.tensor([0, 7, 7, 450, 1000], device="cuda")
+        for x in cases:
+            x.update(use_graph=True, max_num_seqs=4)
+    up = make_upstream(cases[0])
+    want = [run(chunk_kda, x, **up) for x in cases]
+    static = {n: v.clone() if isinstance(v, Tensor) else v for n, v in cases[0].items()}
+    leaves = {
+        n: v.requires_grad_() for n, v in static.items() if isinstance(v, Tensor) and v.is_floating_point()
+    }
+
+    def step() -> dict[str, Tensor]:
+        o = chunk_kda(**static)[0]
+        return {"o": o, **dict(zip(leaves, torch.autograd.grad(o, tuple(leaves.values()), up["do"])))}
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    for x, expected in zip(cases, want):
+        with torch.no_grad():
+            for name, value in x.items():
+                if isinstance(value, Tensor):
+                    static[name].copy_(value)
+        graph.replay()
+        for name, value in found.items():
+            assert torch.equal(
+                value, expected["ddt_bias" if name == "dt_bias" else name if name == "o" else f"d{name}"]
+            ), name
+    assert kernels

@@ -19,6 +19,7 @@ TESTS = (
     "tests/_cute/test_packing.py",
     "tests/kda/_kernels/sm90",
     "tests/kda/test_hopper.py",
+    "tests/kda/test_sequence_split.py",
     "tests/kda/test_context_parallel.py",
 )
 

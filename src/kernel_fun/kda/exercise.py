@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kernel_fun._common import device as devices
 from kernel_fun.kda.call import BT, Problem
 from kernel_fun.kda.ops import chunk_kda
+from kernel_fun.kda.sequence_split import Cut, cut_of, forced
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -103,7 +105,8 @@ def run(
 ) -> Tensor:
     """The call with so many sequences of so many tokens, forward and where a gradient is needed backward,
     packed with bounds of either dtype; with ``long``, before it the forward of the fewest of them with many
-    tokens. Returns o of the first with few."""
+    tokens, and after it calls whose sequences are cut into segments, where heads are so few. Returns o of the
+    first with few."""
     outputs: list[Tensor] = []
     sequences = list(sequences)
     fewest = max(min(sequences), -(-FEW_CHAINS // problem.HV)) if long else 0
@@ -115,7 +118,25 @@ def run(
         outputs.append(_run(made, problem.needs_grad))
         if problem.N is not None:
             outputs.append(_run({**made, "cu_seqlens": made["cu_seqlens"].int()}, problem.needs_grad))
+    if long and cut_of(problem.HV, problem.K, problem.V, devices.of(device).sms) is not None:
+        with forced(ANY_CUT):
+            run(problem, device, batches(problem))
     return outputs[0]
+
+
+ANY_CUT = Cut(BT, 1 + BT)
+"""Of sequences of TOKENS tokens; the length of a segment decides no kernel."""
+
+
+def run_cut(problem: Problem, device: torch.device) -> Tensor | None:
+    """The call with as many segments as the problem's own has, of one chunk each; None where none is cut."""
+    cut = cut_of(problem.HV, problem.K, problem.V, devices.of(device).sms)
+    if cut is None or cut.least > problem.T:
+        return None
+    own = problem.B if problem.N is None else problem.N
+    segments = -(-problem.T // cut.tokens) if problem.N is None else problem.T // cut.tokens
+    with forced(ANY_CUT):
+        return run(problem, device, [own], tokens=BT * segments)
 
 
 def _run(made: dict[str, Any], grad: bool, *, backward: bool = True) -> Tensor:

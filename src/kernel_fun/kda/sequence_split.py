@@ -6,10 +6,10 @@ summarised before the state it starts from is known:
     S_end    = M S_start + S_loc            S_loc: from a state of zero; M: the product of the transitions
     dS_start = M^T dS_end + dS_loc          dS_loc: with nothing coming from later
 
-Forward: the summaries of all segments of a sequence but its last one, side by side; the fold, one segment after
-another, which gives each segment its start; the ordinary scan of all segments, side by side. Backward: the same
-again for M and the starts (nothing more is saved), the rescan, dS_loc of all segments but a sequence's first, the
-fold from the end, the ordinary reverse scan. Nothing is truncated or approximated.
+Forward: the summaries of all segments of a sequence but its last one, side by side; the fold, one segment
+after another, which gives each segment its start; the ordinary scan of all segments, side by side. Backward:
+the same again for M and the starts (nothing more is saved), the rescan, dS_loc of all segments but a
+sequence's first, the fold from the end, the ordinary reverse scan. Nothing is truncated or approximated.
 
 The summaries are the scans' own, as in :mod:`context_parallel`: [S_loc | M] is the final state with values
 [v | 0] and initial state [0 | I]; dS_loc is the gradient of the initial state.
@@ -55,8 +55,8 @@ FEW = 16
 """Value heads times tiles of 64 columns of V, up to which cutting pays: backward it scans four times what is
 scanned twice without, side by side, on an eighth of the SMs."""
 FILLING = 1 << 15
-"""Tokens of a sequence whose segments fill a GPU. With fewer tokens a segment there are more of them to fold, one
-after another, with more a shorter sequence leaves SMs free."""
+"""Tokens of a sequence whose segments fill a GPU. With fewer tokens a segment there are more of them to fold,
+one after another, with more a shorter sequence leaves SMs free."""
 START = 4096
 """Tokens that are scanned in the time of the launches that cutting adds."""
 GAIN = 4
@@ -101,7 +101,7 @@ def cut_for(call: Call, sms: int) -> Cut | None:
     B, T, _, K = call.q.shape
     cut = cut_of(HV, K, V, sms)
     N = B if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1
-    return cut if cut is not None and N and T >= cut.least else None
+    return cut if cut is not None and N and cut.least <= T else None
 
 
 def has_long(call: Call, cut: Cut) -> bool:
@@ -135,19 +135,19 @@ class Segments(NamedTuple):
     """``[2 S]``: first chunk of each entry."""
 
     @property
-    def count(self) -> int:
+    def size(self) -> int:
         return self.bounds.shape[0] - 1
 
     @property
     def entries(self) -> int:
-        return 2 * self.count - 1
+        return 2 * self.size - 1
 
 
 def count(call: Call, cut: Cut) -> int:
     """Segments of a call: exactly if it is dense, else of any packing of so many tokens."""
     B, T = call.q.shape[:2]
     if call.cu_seqlens is None:
-        return B * (-(-T // cut.tokens) if T >= cut.least else 1)
+        return B * (-(-T // cut.tokens) if cut.least <= T else 1)
     return call.cu_seqlens.shape[0] - 1 + T // cut.tokens
 
 
@@ -193,16 +193,16 @@ def fold(
     gradients of the states at the end of each segment from those at the end of each sequence.
 
     ``summaries`` ``[2 S - 1, HV, K, V + K]``: [S_loc | M] of each entry, K-first. ``given`` ``[N, HV, K, V]``
-    or None for zeros, ``local`` ``[2 S - 1, HV, K, V]``: dS_loc of each entry, where that of a sequence's last
-    one began with ``given``; both, and the ``[S, HV, K, V]`` that is returned, v-first if ``v_first``. One
+    or None for zeros, ``local`` ``[2 S - 1, HV, K, V]``: dS_loc of each entry, where that of a sequence's
+    last one began with ``given``; both, and the ``[S, HV, K, V]`` that is returned, v-first if ``v_first``. One
     segment after another in float64, whatever their dtype; unused segments get 0. Waits for the device: this
     form is for the CPU, and for comparison.
     """
     first, K = segments.first.tolist(), summaries.shape[2]
     V = summaries.shape[3] - K
     k_first = lambda x: (x.mT if v_first else x).double()  # noqa: E731
-    of = lambda x, s: x[2 * (segments.count - 1 - s)]  # noqa: E731
-    out = summaries.new_zeros((segments.count, *summaries.shape[1:3], V), dtype=torch.float64)
+    of = lambda x, s: x[2 * (segments.size - 1 - s)]  # noqa: E731
+    out = summaries.new_zeros((segments.size, *summaries.shape[1:3], V), dtype=torch.float64)
     for n, (lo, hi) in enumerate(zip(first, first[1:])):
         S = out.new_zeros(out.shape[1:]) if given is None else k_first(given[n])
         if local is None:
@@ -273,7 +273,9 @@ def reverse(
         assert v_new is not None
         del starts, rescan
     ends = by.fold(summaries, segments, dht, _local(flat, by, do, dht, summaries, h), v_first)
-    main = _main(flat, None if call.initial_state is None else ends)  # it says no more than that dh0 is wanted
+    main = _main(
+        flat, None if call.initial_state is None else ends
+    )  # it says no more than that dh0 is wanted
     found = by.reverse(main, flat.intra, do, ends, h, _row(v_new))
     dh0 = None if found.dh0 is None else found.dh0.index_select(0, segments.first[:-1])
     shape = call.v.shape
@@ -292,7 +294,7 @@ def _flat(call: Call, intra: Intra, cut: Cut, by: Backend) -> Flat:
 
 def _segments(call: Call, cut: Cut, by: Backend) -> Segments:
     """Made once a call, the backward reads them again."""
-    name = "segments", cut, call.cu_seqlens is None
+    name = f"segments {cut} {call.cu_seqlens is None}"
     found = call.memo.get(name)
     if found is None:
         cu = call.cu_seqlens
@@ -303,14 +305,18 @@ def _segments(call: Call, cut: Cut, by: Backend) -> Segments:
     return found
 
 
-def _packed(flat: Flat, bounds: Tensor, chunks: Tensor, initial_state: Tensor | None, **changes: object) -> Call:
+def _packed(
+    flat: Flat, bounds: Tensor, chunks: Tensor, initial_state: Tensor | None, **changes: object
+) -> Call:
     """The call with these boundaries; its chunks are among those of the whole call."""
     call = flat.call
     memo: dict[str, object] = {"chunk_tables": (chunks, None)}
     if flat.intra.total is not None:
         memo["chunk_rows"] = flat.intra.total.shape[0]
     return call.like(
-        notes=call.notes.of(bounds, initial_state, *(x for x in changes.values() if isinstance(x, torch.Tensor))),
+        notes=call.notes.of(
+            bounds, initial_state, *(x for x in changes.values() if isinstance(x, torch.Tensor))
+        ),
         cu_seqlens=bounds,
         cu_seqlens_cpu=None,
         initial_state=initial_state,
@@ -353,7 +359,7 @@ def _local(
     ends = None
     if dht is not None:
         ends = dht.new_zeros((segments.entries, *dht.shape[1:]))
-        ends.index_copy_(0, 2 * (segments.count - 1 - segments.last.long()), dht)
+        ends.index_copy_(0, 2 * (segments.size - 1 - segments.last.long()), dht)
     rows = _packed(flat, segments.back, segments.entry_chunks, stand_in)
     one = h.new_empty(1)
     unread = one.expand(h.shape), one.expand(flat.call.v.shape)

@@ -81,7 +81,13 @@ class KdaSegmentStatesSm90:
 
     @cute.kernel
     def kda_segment_states_sm90(
-        self, mSummary: cute.Tensor, mFirst: cute.Tensor, mGiven, mLocal: cute.Tensor, mOut: cute.Tensor, sizes
+        self,
+        mSummary: cute.Tensor,
+        mFirst: cute.Tensor,
+        mGiven,
+        mLocal: cute.Tensor,
+        mOut: cute.Tensor,
+        sizes,
     ):
         c, K = self.config, self.config.K
         NV, HV, N, V, S = sizes
@@ -141,7 +147,6 @@ class KdaSegmentStatesSm90:
     @cute.jit
     def ask(self, mSummary: cute.Tensor, mLocal: cute.Tensor, s: Int32, hv: Int32, place, words, local):
         """M and this thread's elements of S_loc of a segment."""
-        K = self.config.K
         _, _, _, V, S = place
         e = 2 * (S - 1 - s)
         for w in cutlass.range_constexpr(self.loads):
@@ -152,7 +157,9 @@ class KdaSegmentStatesSm90:
         """The 16 bytes of this thread's load w, a row's by neighbouring threads, of M behind so many 16 bytes."""
         across = self.config.K // WIDTH
         t = cute.arch.thread_idx()[0]
-        return cute.local_tile(mM[w * (THREADS // across) + t // across, None], (WIDTH,), (before + t % across,))
+        return cute.local_tile(
+            mM[w * (THREADS // across) + t // across, None], (WIDTH,), (before + t % across,)
+        )
 
     @cute.jit
     def get(self, mX: cute.Tensor, n: Int32, hv: Int32, place, x: cute.Tensor):
@@ -193,9 +200,9 @@ def segment_states(
 
     All states fp32, K 64 or 128, V a multiple of 16.
     """
-    E, HV, K, W = summaries.shape
+    HV, K, W = summaries.shape[1:]
     V = W - K
-    shape = (segments.count, HV, *((V, K) if v_first else (K, V)))
+    shape = (segments.size, HV, *((V, K) if v_first else (K, V)))
     out = summaries.new_empty(shape)
     given = None if given is None else given.detach().contiguous()
     config = _config(K, local is not None, given is not None, v_first)

@@ -65,7 +65,13 @@ class SegmentTablesSm90:
 
     @cute.kernel
     def sequences(
-        self, mCu: cute.Tensor, mFirst: cute.Tensor, mBefore: cute.Tensor, mLast: cute.Tensor, L: Int32, least: Int32
+        self,
+        mCu: cute.Tensor,
+        mFirst: cute.Tensor,
+        mBefore: cute.Tensor,
+        mLast: cute.Tensor,
+        L: Int32,
+        least: Int32,
     ):
         smem = SmemAllocator()
         segments = smem.allocate_tensor(Int32, cute.make_layout(SCANNERS))
