@@ -43,6 +43,7 @@ _ALL = (
     Shape("k3_16k_h96", 1, 16384, 96, 96, 128, 128),
     Shape("flash_8k_h64", 1, 8192, 64, 64, 128, 128),
     Shape("small_2k", 2, 2048, 8, 8, 64, 64),
+    Shape("tp8_64k", 1, 65536, 4, 4, 128, 128),
     Shape("varlen_20", 1, 65536, 32, 32, 128, 128, lengths=_VARLEN_20),
     Shape("smoke", 1, 150, 2, 4, 32, 48),
     Shape("smoke_packed", 1, 150, 1, 1, 32, 32, lengths=(100, 1, 49)),
