@@ -470,38 +470,40 @@ def test_the_fold_is_that_of_float64(K: int, V: int, reverse: bool, given: bool,
     assert found[:used].isfinite().all()
 
 
+DENSE: dict[str, Any] = dict(T=1000)
+IN_PACK: dict[str, Any] = dict(seqlens=PACKED, tail=9, **STATES)
+
+
 @on_hopper
 @pytest.mark.parametrize(
-    "fields",
+    ("regime", "fields"),
     [
-        dict(T=1000),
-        dict(T=1024, **STATES),
-        dict(T=513, B=2, **STATES, state_v_first=True),
-        dict(seqlens=PACKED, tail=9, **STATES),
-        dict(seqlens=PACKED, tail=9, **STATES, state_v_first=True, V=192),
-        dict(T=700, K=64, V=64, **STATES),
-        dict(T=700, K=64, V=256),
+        *((regime, DENSE) for regime in ("softplus_random", "init_slow", "bounded", "spikes")),
+        *((regime, IN_PACK) for regime in ("softplus_random", "init_slow", "spikes")),
+        ("init_slow", dict(T=1024)),
+        ("init_slow", dict(T=513, B=2)),
+        ("softplus_random", dict(T=513, B=2, **STATES, state_v_first=True)),
+        ("softplus_random", dict(T=700, K=64, V=192, **STATES)),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("regime", ["softplus_random", "init_slow", "bounded", "spikes"])
 def test_cut_calls_agree_with_float64(regime: str, fields: dict[str, Any], kernels: list[str]) -> None:
     x = make_inputs(**{**HEADS, **MANY, **fields, "regime": regime})
     up = make_upstream(x)
     out = gpu_run(x, up)
     assert kernels == ["forward", "forward", "reverse"]
     assert_right(run(chunked, x, **up, double=True), out)
-    with forced(None):
-        assert_right(gpu_run(x, up), out)
-    assert len(kernels) == 3
+    if regime == "softplus_random" and fields in (DENSE, IN_PACK):
+        with forced(None):
+            assert_right(gpu_run(x, up), out)
+        assert len(kernels) == 3
     if x.get("cu_seqlens") is not None:
         for name in ("o", "dq", "dk", "dv", "dg", "dbeta"):
             assert not out[name][:, sum(PACKED) :].any(), name
 
 
 @on_hopper
-@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
-@pytest.mark.parametrize("g", [None, torch.float32], ids=["g16", "g32"])
+@pytest.mark.parametrize(("dtype", "g"), [(BF16, torch.float32), (torch.float16, None)], ids=str)
 def test_cut_calls_of_other_forms(dtype: torch.dtype, g: torch.dtype | None, kernels: list[str]) -> None:
     x = make_inputs(
         "precomputed", T=600, **{**HEADS, **MANY, "dtype": dtype}, g_dtype=g, beta="raw", l2norm=False
@@ -514,7 +516,7 @@ def test_cut_calls_of_other_forms(dtype: torch.dtype, g: torch.dtype | None, ker
 @on_hopper
 def test_what_is_cut_by_itself_agrees_with_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(config.KDA_BACKEND.name, "sm90")
-    x = make_inputs("init_slow", T=12_300, H=4, HV=8, K=64, V=64, dtype=BF16, device="cuda")
+    x = make_inputs("init_slow", T=12_300, H=8, HV=8, K=64, V=64, dtype=BF16, device="cuda")
     assert cut_of(8, 64, 64, devices.of(torch.device("cuda")).sms) is not None
     up = make_upstream(x)
     out = gpu_run(x, up)
@@ -526,7 +528,7 @@ def test_what_is_cut_by_itself_agrees_with_float64(monkeypatch: pytest.MonkeyPat
 
 @on_hopper
 def test_gradients_of_one_output_alone(kernels: list[str]) -> None:
-    x = make_inputs("bounded", T=700, **HEADS, **STATES)
+    x = make_inputs("softplus_random", T=700, **HEADS, **STATES)
     up = make_upstream(x)
     for name in up:
         assert_right(run(chunked, x, **{name: up[name]}, double=True), gpu_run(x, {name: up[name]}))
@@ -581,7 +583,7 @@ def test_nan_stays_in_its_sequence(kernels: list[str]) -> None:
 @pytest.mark.parametrize("seqlens", [None, (700, 30, 0, 270)], ids=["dense", "packed"])
 def test_a_graph_replays_a_cut_step(seqlens: tuple[int, ...] | None, kernels: list[str]) -> None:
     """Forward and backward, without a wait for the device, on other values and other boundaries."""
-    cases = [make_inputs("bounded", T=1000, seqlens=seqlens, seed=s, **HEADS) for s in range(2)]
+    cases = [make_inputs("softplus_random", T=1000, seqlens=seqlens, seed=s, **HEADS) for s in range(2)]
     if seqlens:
         cases[1]["cu_seqlens"] = torch.tensor([0, 7, 7, 450, 1000], device="cuda")
         for x in cases:
