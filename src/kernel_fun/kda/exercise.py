@@ -112,7 +112,8 @@ def run(
     fewest = max(min(sequences), -(-FEW_CHAINS // problem.HV)) if long else 0
     if long and problem.N is None and fewest * problem.HV <= CHAINS[0]:
         made = arguments(small(problem, fewest, _many(problem, fewest)), device)
-        _run(made, problem.needs_grad, backward=False)
+        with forced(None):  # more sequences have that form where each is too short to be cut
+            _run(made, problem.needs_grad, backward=False)
     for n in sequences:
         made = arguments(small(problem, n, tokens), device)
         outputs.append(_run(made, problem.needs_grad))
