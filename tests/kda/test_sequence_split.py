@@ -54,7 +54,7 @@ def test_a_gpu_of_unknown_size_cuts_nothing() -> None:
     assert cut_of(1, 128, 128, 0) is None
 
 
-@pytest.mark.parametrize("cut", [Cut(100, 1), Cut(0, 1), Cut(64, 0)])
+@pytest.mark.parametrize("cut", [Cut(100, 200), Cut(0, 1), Cut(64, 64)])
 def test_a_segment_is_whole_chunks(cut: Cut) -> None:
     with pytest.raises(ValueError, match="`cut` must have a positive multiple of 64"), forced(cut):
         pass
@@ -84,23 +84,34 @@ def test_segments_are_a_packing_of_the_same_chunks(lengths: list[int], spare: in
         pieces += [(n, at, min(at + step, hi)) for at in range(lo, max(hi, lo + 1), step)]
     S = len(pieces) + spare
     tables = segment_tables(torch.tensor(ends, dtype=torch.int32), S, SHORT)
-    assert (tables.size, tables.entries) == (S, 2 * S - 1)
+    N, used = len(lengths), len(pieces)
+    D = S - N
+    assert (tables.size, tables.summarised, tables.entries) == (S, D, 2 * D - 1)
     assert all(t.dtype == torch.int32 for t in tables)
-    used = len(pieces)
     assert tables.bounds.tolist() == [begin for _, begin, _ in pieces] + [ends[-1]] * (spare + 1)
     chunks = [0, *itertools.accumulate(-(-(end - begin) // 64) for _, begin, end in pieces)]
     assert tables.chunks.tolist() == chunks + [chunks[-1]] * spare
-    assert tables.first.tolist() == [
-        next((s for s, p in enumerate(pieces) if p[0] == n), used) for n in range(len(lengths) + 1)
-    ]
-    assert tables.last.tolist() == [x - 1 for x in tables.first.tolist()[1:]]
-    for table, skipped in ((tables.ahead, tables.last), (tables.back, tables.first)):
+    first = [next((s for s, p in enumerate(pieces) if p[0] == n), used) for n in range(N + 1)]
+    assert tables.first.tolist() == first
+    assert tables.last.tolist() == [x - 1 for x in first[1:]]
+    for table, numbers, skipped in (
+        (tables.ahead, tables.ahead_chunks, tables.last),
+        (tables.back, tables.back_chunks, tables.first),
+    ):
         spans = list(itertools.pairwise(table.tolist()))
         assert all(lo >= hi for lo, hi in spans[1::2])  # gaps
-        for s, (lo, hi) in zip(range(S - 1, -1, -1), spans[::2]):
-            whole = pieces[s][1:] if s < used else (ends[-1], ends[-1])
-            assert (lo, hi) == (whole if s < used and s not in skipped.tolist() else (whole[0], whole[0]))
-    assert tables.entry_chunks.tolist() == [c for c in reversed(tables.chunks.tolist()[:S]) for _ in "12"]
+        own = [s for s in range(used) if s not in skipped.tolist()]
+        want = [pieces[s][1:] for s in own] + [(ends[-1], ends[-1])] * (D - len(own))
+        assert spans[::2] == want[::-1]
+        assert numbers.tolist() == [
+            c for c in ([chunks[s] for s in own] + [chunks[-1]] * (D - len(own)))[::-1] for _ in "12"
+        ]
+        if skipped is tables.first:
+            last = [n for n in range(N) if first[n + 1] - first[n] > 1]
+            places = [
+                2 * D - 1 if n not in last else 2 * (D - 1 - own.index(first[n + 1] - 1)) for n in range(N)
+            ]
+            assert tables.end.tolist() == places
 
 
 # on the CPU
@@ -185,8 +196,9 @@ def test_cut_is_uncut(fields: dict[str, Any], keep: bool, cutting: Callable[[], 
     with forced(SHORT):
         assert_equal(want, run(chunk_kda, x, **up))
         seen = cutting()
-        S = min(seen)
-        entries = 2 * S - 1
+        S = seen[1]
+        N = x["q"].shape[0] if x.get("cu_seqlens") is None else len(x["cu_seqlens"]) - 1
+        entries = 2 * (S - N) - 1
         assert seen == ([entries, S, entries, entries, S] if keep else [entries, S, entries, S, entries, S])
         for name in up:
             some = {name: up[name]}
@@ -249,32 +261,22 @@ def test_a_sequence_does_not_know_its_batch(cutting: Callable[[], list[int]]) ->
     assert cutting()
 
 
-def folded(lengths: list[int], seed: int = 0) -> tuple[Any, ...]:
-    """Random summaries of the segments of sequences: tables, summaries, given states, dS_loc."""
-    ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-    S = len(lengths) + int(ends[-1]) // SHORT.tokens
-    generator = torch.Generator().manual_seed(seed)
-    draw = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
-    HV, K, V = 2, 64, 64
-    summaries = draw(2 * S - 1, HV, K, V + K)
-    summaries[..., V:] /= K**0.5
-    return segment_tables(ends, S, SHORT), summaries, draw(len(lengths), HV, K, V), draw(2 * S - 1, HV, K, V)
-
-
 def test_the_fold_runs_one_way_and_the_other() -> None:
-    """Three segments, written out."""
-    tables, x, given, local = folded([300])
-    x, y = x.double().flip(0)[::2], local.double().flip(0)[::2]  # of segments
-    V = 64
-    one = x[0, ..., :V] + x[0, ..., V:] @ given[0].double()
-    two = x[1, ..., :V] + x[1, ..., V:] @ one
-    want = torch.stack((given[0].double(), one, two))
-    found = fold(x.flip(0).repeat_interleave(2, 0)[:-1], tables, given, None, False)
-    assert (found - want).abs().max() < 1e-12
-    back = torch.stack((y[1] + x[1, ..., V:].mT @ y[2], y[2], given[0].double()))
-    spread = y.flip(0).repeat_interleave(2, 0)[:-1]
-    found = fold(x.flip(0).repeat_interleave(2, 0)[:-1], tables, given.mT, spread.mT, True)
-    assert (found.mT - back).abs().max() < 1e-12
+    """Three segments, written out, the second of two sequences."""
+    tables = segment_tables(torch.tensor([0, 100, 400], dtype=torch.int32), 4, SHORT)
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(shape, generator=generator, dtype=F64)  # noqa: E731
+    HV, K, V = 2, 64, 128
+    x, given, local = draw(3, HV, K, V + K), draw(2, HV, K, V), draw(3, HV, K, V)
+    L, M = x[..., :V], x[..., V:]
+    one = L[2] + M[2] @ given[1]  # entries go from the last one to the first, every other one a gap
+    two = L[0] + M[0] @ one
+    found = fold(x, tables, given, None, False)
+    assert (found - torch.stack((given[0], given[1], one, two))).abs().max() < 1e-12
+    later = local[2] + M[0].mT @ local[0]
+    found = fold(x, tables, given.mT, local.mT, True)
+    assert (found.mT - torch.stack((given[0], later, local[0], given[1]))).abs().max() < 1e-12
+    assert not fold(x, tables, None, None, False)[:2].any()
 
 
 # what is compiled and launched
@@ -452,12 +454,13 @@ def test_the_fold_is_that_of_float64(K: int, V: int, reverse: bool, given: bool,
     tables = segment_tables(ends.cuda(), S, SHORT)
     generator = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(shape, generator=generator).cuda()  # noqa: E731
-    summaries = draw(2 * S - 1, 3, K, V + K)
+    E = 2 * (S - len(lengths)) - 1
+    summaries = draw(E, 3, K, V + K)
     summaries[..., V:] /= 2 * K**0.5
     state = (V, K) if v_first else (K, V)
     more = (
         draw(len(lengths), 3, *state) if given else None,
-        draw(2 * S - 1, 3, *state) if reverse else None,
+        draw(E, 3, *state) if reverse else None,
         v_first,
     )
     with poisoned_empty():

@@ -16,9 +16,10 @@ The summaries are the scans' own, as in :mod:`context_parallel`: [S_loc | M] is 
 
 Segments are a packing of the same tokens. All but the last one of a sequence are whole chunks, so chunks and
 tokens keep their order, and h, v_new, dh and dv2 are those of the call; a dense batch is the packing of its
-rows. Summaries are scanned as entries of a packing whose boundaries go back: segment, gap, segment, gap, from
-the last segment to the first. A gap ends where it begins or before, and so does an entry for a segment that
-needs no summary: neither has a chunk.
+rows. Segments that need a summary are scanned as entries of a packing whose boundaries go back: segment, gap,
+segment, gap, from the last one to the first. A gap ends where it begins or before: it has no chunk. All but
+one segment of a sequence need one, so segment s of sequence n is number s - n of those that are no last ones,
+and s - n - 1 of those that are no first ones.
 
 Where a sequence is cut is decided by its own length and by the sizes of a head alone. So its result does not
 depend on its batch, and that of a prefix not on how much follows, while both are cut.
@@ -84,8 +85,8 @@ def forced(cut: Cut | None) -> Generator[None]:
     global _forced
     from kernel_fun._common import known
 
-    if cut is not None and (cut.tokens < BT or cut.tokens % BT or cut.least < 1):
-        raise ValueError(f"`cut` must have a positive multiple of {BT} tokens and least >= 1, got {cut}")
+    if cut is not None and (cut.tokens < BT or cut.tokens % BT or cut.least <= cut.tokens):
+        raise ValueError(f"`cut` must have a positive multiple of {BT} tokens, and least above it, got {cut}")
     known.forget()  # answers hold what was decided of these shapes before
     before, _forced = _forced, (cut,)
     try:
@@ -116,7 +117,8 @@ def has_long(call: Call, cut: Cut) -> bool:
 
 
 class Segments(NamedTuple):
-    """S segments in sequence order, then unused ones without tokens; all tables int32, on the device."""
+    """S segments in sequence order, D = S - N of which need a summary, then unused ones without tokens; all
+    tables int32, on the device."""
 
     bounds: Tensor
     """``[S + 1]``: boundaries of the segments, a packing."""
@@ -127,20 +129,29 @@ class Segments(NamedTuple):
     last: Tensor
     """``[N]``: last segment of each sequence."""
     ahead: Tensor
-    """``[2 S]``: boundaries of 2 S - 1 entries, of which 2 i is segment S - 1 - i, without chunks where that
-    is the last one of its sequence."""
+    """``[2 D]``: boundaries of 2 D - 1 entries, of which 2 (D - 1 - d) is number d of the segments that are
+    no last ones."""
+    ahead_chunks: Tensor
+    """``[2 D]``: first chunk of each entry."""
     back: Tensor
-    """``[2 S]``: the same, without chunks where it is the first one."""
-    entry_chunks: Tensor
-    """``[2 S]``: first chunk of each entry."""
+    """``[2 D]``: the same of the segments that are no first ones."""
+    back_chunks: Tensor
+    end: Tensor
+    """``[N]``: entry of the last segment of each sequence in ``back``; 2 D - 1 where it is the only one."""
 
     @property
     def size(self) -> int:
+        """S."""
         return self.bounds.shape[0] - 1
 
     @property
+    def summarised(self) -> int:
+        """D."""
+        return self.ahead.shape[0] // 2
+
+    @property
     def entries(self) -> int:
-        return 2 * self.size - 1
+        return 2 * self.summarised - 1
 
 
 def count(call: Call, cut: Cut) -> int:
@@ -168,21 +179,30 @@ def segment_tables(cu_seqlens: Tensor, S: int, cut: Cut) -> Segments:
     i = s - first[own]
     start = torch.where(used, cu[own] + i * L, cu[N])
     chunks = torch.where(used, sequence_chunks[own] + i * (L // BT), sequence_chunks[N])
-    is_last = ~used | (s + 1 == first[own + 1])
-    is_first = ~used | (i == 0)
-    end = torch.where(is_last, torch.where(used, cu[own + 1], cu[N]), start + L)
+    is_last = s + 1 == first[own + 1]
+    end = torch.where(used, torch.where(is_last, cu[own + 1], start + L), cu[N])
+    D = S - N
 
-    def entries(begin: Tensor, end: Tensor) -> Tensor:
-        return torch.stack((begin[:S], end[:S]), 1).flip(0).flatten().to(torch.int32)
+    def entries(begin: Tensor, end: Tensor, place: Tensor, wanted: Tensor) -> Tensor:
+        """Pairs of the wanted ones in their places, the others in a row that is dropped."""
+        row = torch.where(wanted, D - 1 - place, D)[:S]
+        pairs = torch.stack((begin, end), 1)[:S]
+        return pairs.new_zeros(D + 1, 2).index_copy_(0, row, pairs)[:D].flatten().to(torch.int32)
 
+    ahead, back = (s - n, ~used | ~is_last), (s - n - used.long(), ~used | (i > 0))
+    last = first[1:] - 1
+    only = last == first[:-1]
+    at = 2 * (D - last + torch.arange(N, device=cu.device))  # 2 (D - 1 - (last - n - 1))
     return Segments(
         start.to(torch.int32),
         chunks.to(torch.int32),
         first.to(torch.int32),
-        (first[1:] - 1).to(torch.int32),
-        entries(start, torch.where(is_last, start, end)),
-        entries(start, torch.where(is_first, start, end)),
-        entries(chunks, chunks),
+        last.to(torch.int32),
+        entries(start, end, *ahead),
+        entries(chunks, chunks, *ahead),
+        entries(start, end, *back),
+        entries(chunks, chunks, *back),
+        torch.where(only, 2 * D - 1, at).to(torch.int32),
     )
 
 
@@ -192,30 +212,31 @@ def fold(
     """States at the start of each segment from those at the start of each sequence, or, with ``local``,
     gradients of the states at the end of each segment from those at the end of each sequence.
 
-    ``summaries`` ``[2 S - 1, HV, K, V + K]``: [S_loc | M] of each entry, K-first. ``given`` ``[N, HV, K, V]``
-    or None for zeros, ``local`` ``[2 S - 1, HV, K, V]``: dS_loc of each entry, where that of a sequence's
-    last one began with ``given``; both, and the ``[S, HV, K, V]`` that is returned, v-first if ``v_first``. One
-    segment after another in float64, whatever their dtype; unused segments get 0. Waits for the device: this
+    ``summaries`` ``[2 D - 1, HV, K, V + K]``: [S_loc | M] of each entry, K-first. ``given`` ``[N, HV, K, V]``
+    or None for zeros, ``local`` ``[2 D - 1, HV, K, V]``: dS_loc of each entry, where that of a sequence's
+    last one began with ``given``; both, and the ``[S, HV, K, V]`` that is returned, v-first if ``v_first``.
+    One segment after another in float64, whatever their dtype; unused segments get 0. Waits for the device: this
     form is for the CPU, and for comparison.
     """
     first, K = segments.first.tolist(), summaries.shape[2]
     V = summaries.shape[3] - K
     k_first = lambda x: (x.mT if v_first else x).double()  # noqa: E731
-    of = lambda x, s: x[2 * (segments.size - 1 - s)]  # noqa: E731
+    of = lambda x, d: x[2 * (segments.summarised - 1 - d)]  # noqa: E731
     out = summaries.new_zeros((segments.size, *summaries.shape[1:3], V), dtype=torch.float64)
     for n, (lo, hi) in enumerate(zip(first, first[1:])):
         S = out.new_zeros(out.shape[1:]) if given is None else k_first(given[n])
         if local is None:
             out[lo] = S
             for s in range(lo, hi - 1):
-                here = of(summaries, s).double()
+                here = of(summaries, s - n).double()
                 S = torch.baddbmm(here[..., :V], here[..., V:], S)
                 out[s + 1] = S
         else:
             out[hi - 1] = S
             for s in range(hi - 1, lo, -1):
-                S = torch.zeros_like(S) if s == hi - 1 else S
-                S = torch.baddbmm(k_first(of(local, s)), of(summaries, s)[..., V:].double().mT, S)
+                own = k_first(of(local, s - n - 1))
+                last = s == hi - 1
+                S = own if last else torch.baddbmm(own, of(summaries, s - n)[..., V:].double().mT, S)
                 out[s - 1] = S
     return (out.mT if v_first else out).to(summaries.dtype).contiguous()
 
@@ -331,7 +352,7 @@ def _main(flat: Flat, initial_state: Tensor | None) -> Call:
 
 
 def _summaries(flat: Flat, by: Backend) -> Tensor:
-    """[S_loc | M] ``[2 S - 1, HV, K, V + K]`` of each entry; [0 | I] of one without chunks."""
+    """[S_loc | M] ``[2 D - 1, HV, K, V + K]`` of each entry; [0 | I] of one without chunks."""
     call, segments = flat.call, flat.segments
     _, T, HV, V = call.v.shape
     K = call.q.shape[3]
@@ -342,7 +363,7 @@ def _summaries(flat: Flat, by: Backend) -> Tensor:
     start[:, V:].fill_diagonal_(1.0)
     start = start.expand(segments.entries, HV, K, V + K)
     rows = _packed(
-        flat, segments.ahead, segments.entry_chunks, start, v=values, output_final_state=True,
+        flat, segments.ahead, segments.ahead_chunks, start, v=values, output_final_state=True,
         state_v_first=False, return_intermediate_states=False,
     )  # fmt: skip
     found = by.scan(rows, flat.intra, keep=False, output=False)
@@ -353,14 +374,14 @@ def _summaries(flat: Flat, by: Backend) -> Tensor:
 def _local(
     flat: Flat, by: Backend, do: Tensor | None, dht: Tensor | None, stand_in: Tensor, h: Tensor
 ) -> Tensor:
-    """dS_loc ``[2 S - 1, HV, K, V]``, in the layout of dht, of each entry; that of a sequence's last segment
+    """dS_loc ``[2 D - 1, HV, K, V]``, in the layout of dht, of each entry; that of a sequence's last segment
     begins with dht. ``stand_in``: any tensor, which says that the gradient of an initial state is wanted."""
     segments = flat.segments
     ends = None
     if dht is not None:
-        ends = dht.new_zeros((segments.entries, *dht.shape[1:]))
-        ends.index_copy_(0, 2 * (segments.size - 1 - segments.last.long()), dht)
-    rows = _packed(flat, segments.back, segments.entry_chunks, stand_in)
+        ends = dht.new_zeros((segments.entries + 1, *dht.shape[1:]))  # the last one is read by nobody
+        ends = ends.index_copy_(0, segments.end.long(), dht)[:-1]
+    rows = _packed(flat, segments.back, segments.back_chunks, stand_in)
     one = h.new_empty(1)
     unread = one.expand(h.shape), one.expand(flat.call.v.shape)
     found = by.reverse(rows, flat.intra, do, ends, *unread)

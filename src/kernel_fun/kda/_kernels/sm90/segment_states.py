@@ -76,7 +76,7 @@ class KdaSegmentStatesSm90:
             k_first(mGiven) if const_expr(c.given) else None,
             k_first(mLocal) if const_expr(c.reverse) else mSummary,
             out,
-            (V // COLUMNS, HV, N, V, mOut.shape[0]),
+            (V // COLUMNS, HV, N, V, mOut.shape[0], (mSummary.shape[0] + 1) // 2),
         ).launch(grid=(V // COLUMNS * HV * N, 1, 1), block=(THREADS, 1, 1), stream=stream)
 
     @cute.kernel
@@ -90,7 +90,7 @@ class KdaSegmentStatesSm90:
         sizes,
     ):
         c, K = self.config, self.config.K
-        NV, HV, N, V, S = sizes
+        NV, HV, N, V, S, D = sizes
         smem = SmemAllocator()
         sM = smem.allocate_tensor(Float32, cute.make_layout((K, K), stride=(K + WIDTH, 1)), byte_alignment=16)
         sS = smem.allocate_tensor(Float32, cute.make_layout((COLUMNS, K), stride=(K, 1)), byte_alignment=16)
@@ -99,7 +99,8 @@ class KdaSegmentStatesSm90:
         hv, n = x // NV % HV, x // NV // HV
         row = t % K
         own = t // K * self.own
-        place = (row, own, x % NV * COLUMNS + own, V, S)
+        place = (row, x % NV * COLUMNS + own)
+        last = D - 1 + n  # entry 2 (last - s) is that of segment s
         state = cute.make_rmem_tensor(self.own, Float32)
         local = cute.make_rmem_tensor(self.own, Float32)
         words = cute.make_rmem_tensor((WIDTH, self.loads), Float32)
@@ -111,14 +112,17 @@ class KdaSegmentStatesSm90:
         begin, end = mFirst[n], mFirst[n + 1]
         at = end - 1 if const_expr(c.reverse) else begin
         self.put(mOut, at, hv, place, state)
-        if const_expr(c.reverse):
-            state.fill(0.0)  # its dS_loc has it
         steps = end - begin - 1
+        if const_expr(c.reverse):  # the dS_loc of the last segment has what comes from later
+            if steps > 0:
+                self.get(mLocal, 2 * (last + 1 - at), hv, place, state)
+                self.put(mOut, at - 1, hv, place, state)
+            at = at - 1
+            steps = steps - 1
         if steps > 0:
-            self.ask(mSummary, mLocal, at, hv, place, words, local)
+            self.ask(mSummary, mLocal, last - at, V, hv, place, words, local)
         for i in cutlass.range(steps, unroll=1):
-            s = at - i if const_expr(c.reverse) else at + i
-            following = s - 1 if const_expr(c.reverse) else s + 1
+            following = at - i - 1 if const_expr(c.reverse) else at + i + 1
             cute.arch.sync_threads()
             for w in cutlass.range_constexpr(self.loads):
                 cute.autovec_copy(words[None, w], self.part(sM, w, 0))
@@ -127,7 +131,7 @@ class KdaSegmentStatesSm90:
                 state[p] = local[p]
             cute.arch.sync_threads()
             if i + 1 < steps:
-                self.ask(mSummary, mLocal, following, hv, place, words, local)
+                self.ask(mSummary, mLocal, last - following, V, hv, place, words, local)
             for j in cutlass.range(K // WIDTH, unroll=2):
                 if const_expr(c.reverse):
                     for u in cutlass.range_constexpr(WIDTH):
@@ -145,13 +149,21 @@ class KdaSegmentStatesSm90:
                 self.put(mOut, s, hv, place, state)
 
     @cute.jit
-    def ask(self, mSummary: cute.Tensor, mLocal: cute.Tensor, s: Int32, hv: Int32, place, words, local):
-        """M and this thread's elements of S_loc of a segment."""
-        _, _, _, V, S = place
-        e = 2 * (S - 1 - s)
+    def ask(
+        self,
+        mSummary: cute.Tensor,
+        mLocal: cute.Tensor,
+        back: Int32,
+        V: Int32,
+        hv: Int32,
+        place,
+        words,
+        local,
+    ):
+        """M and this thread's elements of S_loc of a segment: entry 2 back, that of dS_loc one segment further on."""
         for w in cutlass.range_constexpr(self.loads):
-            cute.autovec_copy(self.part(mSummary[e, hv, None, None], w, V // WIDTH), words[None, w])
-        self.get(mLocal, e, hv, place, local)
+            cute.autovec_copy(self.part(mSummary[2 * back, hv, None, None], w, V // WIDTH), words[None, w])
+        self.get(mLocal, 2 * (back + int(self.config.reverse)), hv, place, local)
 
     def part(self, mM: cute.Tensor, w: int, before: Any) -> cute.Tensor:
         """The 16 bytes of this thread's load w, a row's by neighbouring threads, of M behind so many 16 bytes."""
@@ -163,13 +175,13 @@ class KdaSegmentStatesSm90:
 
     @cute.jit
     def get(self, mX: cute.Tensor, n: Int32, hv: Int32, place, x: cute.Tensor):
-        row, _, column, _, _ = place
+        row, column = place
         for p in cutlass.range_constexpr(self.own):
             x[p] = mX[n, hv, row, column + p]
 
     @cute.jit
     def put(self, mX: cute.Tensor, n: Int32, hv: Int32, place, x: cute.Tensor):
-        row, _, column, _, _ = place
+        row, column = place
         for p in cutlass.range_constexpr(self.own):
             mX[n, hv, row, column + p] = x[p]
 

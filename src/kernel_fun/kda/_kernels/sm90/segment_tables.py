@@ -51,17 +51,17 @@ class SegmentTablesSm90:
 
     @cute.jit
     def __call__(
-        self, mCu: cute.Tensor, mFirst: cute.Tensor, mBefore: cute.Tensor, mLast: cute.Tensor, mBounds: cute.Tensor,
-        mChunks: cute.Tensor, mAhead: cute.Tensor, mBack: cute.Tensor, mEntries: cute.Tensor, L: Int32, least: Int32,
-        stream: Any,
+        self, mCu: cute.Tensor, mFirst: cute.Tensor, mBefore: cute.Tensor, mLast: cute.Tensor, mEnd: cute.Tensor,
+        mBounds: cute.Tensor, mChunks: cute.Tensor, mAhead: cute.Tensor, mAheadChunks: cute.Tensor, mBack: cute.Tensor,
+        mBackChunks: cute.Tensor, L: Int32, least: Int32, stream: Any,
     ):  # fmt: skip
         self.sequences(mCu, mFirst, mBefore, mLast, L, least).launch(
             grid=(1, 1, 1), block=(SCANNERS, 1, 1), stream=stream
         )
         S = mBounds.shape[0] - 1
-        self.segments(mCu, mFirst, mBefore, mBounds, mChunks, mAhead, mBack, mEntries, S, L).launch(
-            grid=((S + ROWS) // ROWS, 1, 1), block=(ROWS, 1, 1), stream=stream
-        )
+        self.segments(
+            mCu, mFirst, mBefore, mEnd, mBounds, mChunks, (mAhead, mAheadChunks), (mBack, mBackChunks), S, L
+        ).launch(grid=((S + ROWS) // ROWS, 1, 1), block=(ROWS, 1, 1), stream=stream)
 
     @cute.kernel
     def sequences(
@@ -113,8 +113,8 @@ class SegmentTablesSm90:
 
     @cute.kernel
     def segments(
-        self, mCu: cute.Tensor, mFirst: cute.Tensor, mBefore: cute.Tensor, mBounds: cute.Tensor, mChunks: cute.Tensor,
-        mAhead: cute.Tensor, mBack: cute.Tensor, mEntries: cute.Tensor, S: Int32, L: Int32,
+        self, mCu: cute.Tensor, mFirst: cute.Tensor, mBefore: cute.Tensor, mEnd: cute.Tensor, mBounds: cute.Tensor,
+        mChunks: cute.Tensor, ahead, back, S: Int32, L: Int32,
     ):  # fmt: skip
         s = cute.arch.block_idx()[0] * ROWS + cute.arch.thread_idx()[0]
         if s <= S:
@@ -126,32 +126,49 @@ class SegmentTablesSm90:
                     high = middle
                 else:
                     low = middle + 1
+            D = S - N
             start, end = Int32(mCu[N]), Int32(mCu[N])
             chunk = mBefore[N]
-            ahead, back = start, start  # where the entries of the segment end: without tokens
+            place, place_back = s - low, s - low  # among those that are summarised; below 0 if it is none
             if low < N:
                 i = s - mFirst[low]
                 start = Int32(mCu[low]) + i * L
                 chunk = mBefore[low] + i * (L // BT)
-                is_last = s + 1 == mFirst[low + 1]
                 end = start + L
-                if is_last:
-                    end = Int32(mCu[low + 1])
-                ahead, back = end, end
-                if is_last:
-                    ahead = start
+                place_back = place - 1
                 if i == 0:
-                    back = start
+                    place_back = Int32(-1)
+                if s + 1 == mFirst[low + 1]:
+                    end = Int32(mCu[low + 1])
+                    mEnd[low] = entry(place_back, D)
+                    place = Int32(-1)
             mBounds[s] = start
             mChunks[s] = chunk
             if s < S:
-                e = 2 * (S - 1 - s)
-                mAhead[e] = start
-                mAhead[e + 1] = ahead
-                mBack[e] = start
-                mBack[e + 1] = back
-                mEntries[e] = chunk
-                mEntries[e + 1] = chunk
+                put(*ahead, place, D, start, end, chunk)
+                put(*back, place_back, D, start, end, chunk)
+
+
+@cute.jit
+def entry(place: Int32, D: Int32):
+    """Of a summarised segment; 2 D - 1 for none."""
+    found = 2 * D - 1
+    if place >= 0:
+        found = 2 * (D - 1 - place)
+    return found
+
+
+@cute.jit
+def put(
+    mBounds: cute.Tensor, mChunks: cute.Tensor, place: Int32, D: Int32, start: Int32, end: Int32, chunk: Int32
+):
+    """The entry of a summarised segment, and where the gap after it begins."""
+    if place >= 0:
+        e = 2 * (D - 1 - place)
+        mBounds[e] = start
+        mBounds[e + 1] = end
+        mChunks[e] = chunk
+        mChunks[e + 1] = chunk
 
 
 @cute.jit
@@ -185,8 +202,8 @@ def _compile(config: Config) -> Program:
         SegmentTablesSm90(config),
         (
             tensor(config.index, ends, align=8 if config.index == "int64" else 4),
-            table(ends), table(ends), table(N), table(bounds), table(bounds), table(entries), table(entries),
-            table(entries), Int32(1), Int32(1),
+            table(ends), table(ends), table(N), table(N), table(bounds), table(bounds), table(entries), table(entries),
+            table(entries), table(entries), Int32(1), Int32(1),
         ),
     )  # fmt: skip
 
@@ -200,11 +217,13 @@ def segment_tables(cu_seqlens: Tensor, S: int, cut: Cut) -> Segments:
     import torch
 
     N = cu_seqlens.shape[0] - 1
-    sizes = (N + 1, N + 1, N, S + 1, S + 1, 2 * S, 2 * S, 2 * S)
+    D = S - N
+    sizes = (N + 1, N + 1, N, N, S + 1, S + 1, 2 * D, 2 * D, 2 * D, 2 * D)
     made = cu_seqlens.new_zeros(sum(sizes), dtype=torch.int32).split(sizes)
     _compile(_config(cu_seqlens.dtype))(cu_seqlens.contiguous(), *made, cut.tokens, cut.least)
-    first, _, last, bounds, chunks, ahead, back, entries = made
-    return Segments(bounds, chunks, first, last, ahead, back, entries)
+    first, _, last, end, *tables = made
+    bounds, chunks, *entries = tables
+    return Segments(bounds, chunks, first, last, *entries, end)
 
 
 @lru_cache(maxsize=8)
