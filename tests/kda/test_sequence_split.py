@@ -350,6 +350,8 @@ def test_a_long_call_of_few_heads_is_cut(fields: dict[str, Any], launched: list[
         first = ["chunk_tables", "fwd_intra"] if packed else ["fwd_intra"]
         names = ["chunk_tables" if name == "packing" else name for name, *_ in launched]
         assert names == first + FORWARD
+        start = next(given for name, c, given in launched if name == "fwd_state" and not c.want_o)[10]
+        assert (start.stride()[:2], start.shape[1:]) == ((0, 0), (4, 128, 256))  # one for all: no copy
         before = len(launched)
         o.backward(o)
         assert [name for name, *_ in launched[before:]] == BACKWARD
@@ -371,6 +373,16 @@ def test_other_calls_are_not(fields: dict[str, Any], launched: list[Any]) -> Non
     with torch.no_grad():
         chunk_kda(**make_inputs("bounded", **{**heads, **fields}))
     assert [name for name, *_ in launched if name != "packing"] == ["fwd_intra", "fwd_state"]
+
+
+def test_many_short_sequences_have_few_summaries(launched: list[Any]) -> None:
+    """As far as a host knows that has not been told their lengths, there may be as many as fit the tokens."""
+    x = make_inputs("bounded", seqlens=(64,) * 192, H=4, K=128, V=128, dtype=BF16)
+    with torch.no_grad():
+        chunk_kda(**x)
+    (states,) = [given for name, _, given in launched if name == "segment_states"]
+    assert states[0].shape[0] == 2 * (12288 // 2048) - 1
+    assert states[-1].shape[0] == 192 + 12288 // 2048
 
 
 # on the device

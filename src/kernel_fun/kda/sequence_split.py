@@ -215,8 +215,8 @@ def fold(
     ``summaries`` ``[2 D - 1, HV, K, V + K]``: [S_loc | M] of each entry, K-first. ``given`` ``[N, HV, K, V]``
     or None for zeros, ``local`` ``[2 D - 1, HV, K, V]``: dS_loc of each entry, where that of a sequence's
     last one began with ``given``; both, and the ``[S, HV, K, V]`` that is returned, v-first if ``v_first``.
-    One segment after another in float64, whatever their dtype; unused segments get 0. Waits for the device: this
-    form is for the CPU, and for comparison.
+    One segment after another in float64, whatever their dtype; unused segments get 0. Waits for the device:
+    this form is for the CPU, and for comparison.
     """
     first, K = segments.first.tolist(), summaries.shape[2]
     V = summaries.shape[3] - K

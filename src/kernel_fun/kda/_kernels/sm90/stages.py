@@ -212,8 +212,10 @@ def bwd_grads(call: Call, intra: Intra, scan: ReverseScan, do: Tensor | None) ->
 
 
 def _state(x: Tensor) -> Tensor:
-    """States as a scan reads them: in place where every sequence has the same one, too."""
-    return x.detach() if x.stride(0) == 0 and x[0].is_contiguous() else x.detach().contiguous()
+    """States as a scan reads them: in place, too, where every sequence and head has the same one."""
+    x = x.detach()
+    is_one = x.stride()[:2] == (0, 0) and x[0, 0].is_contiguous() and not x.data_ptr() % TMA_BYTES
+    return x if is_one else x.contiguous()
 
 
 def _forms(call: Call) -> dict[str, Any]:
