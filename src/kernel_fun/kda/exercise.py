@@ -121,7 +121,8 @@ def run(
             outputs.append(_run({**made, "cu_seqlens": made["cu_seqlens"].int()}, problem.needs_grad))
     if long and cut_of(problem.HV, problem.K, problem.V, devices.of(device).sms) is not None:
         with forced(ANY_CUT):
-            run(problem, device, batches(problem))
+            for n in batches(problem):  # a packing may have as many segments more as fit its tokens
+                run(problem, device, [n], tokens=None if problem.N is None else BT * max(2, n))
     return outputs[0]
 
 
