@@ -251,7 +251,7 @@ class TestBuild:
 
         shape = replace(self.GPU, **fields)
         ready = names(warming.kernels([shape], "sm90", exactly=False))
-        for T in (1 << 15, 1 << 17, 1 << 19):
+        for T in (1 << 16, 1 << 18, 1 << 20):
             found = names(warming.kernels([replace(shape, T=T)], "sm90", exactly=True, of_length=True))
             assert any("segment_states" in module for module, _ in found)
             assert found <= ready

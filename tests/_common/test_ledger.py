@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,8 @@ from kernel_fun._common.device import named
 from kernel_fun._common.ledger import Verified
 from kernel_fun._common.plan import Impl, Policy, Stage, resolve
 from kernel_fun.kda import _provenance, dispatch
-from kernel_fun.kda._kernels.sm90 import KERNELS
+from kernel_fun.kda._kernels import sm90
+from kernel_fun.kda._kernels.sm90.launched import KERNELS
 
 MODULE = "kernel_fun._common.cache"
 
@@ -21,15 +23,25 @@ def entry(**changed: str) -> Verified:
 
 
 def test_drift():
-    assert ledger.drift({"s": entry()}, {"s": MODULE}) == {}
-    assert ledger.drift({"s": entry(**{MODULE: "0" * 64})}, {"s": MODULE}) == {"s": [MODULE]}
-    assert ledger.drift({}, {"s": MODULE}) == {"s": list(cache.sources(MODULE))}
+    assert ledger.drift({"s": entry()}, {"s": (MODULE,)}) == {}
+    assert ledger.drift({"s": entry(**{MODULE: "0" * 64})}, {"s": (MODULE,)}) == {"s": [MODULE]}
+    assert ledger.drift({}, {"s": (MODULE,)}) == {"s": list(cache.sources(MODULE))}
+    other = "kernel_fun._common.ledger"
+    assert ledger.drift({"s": entry()}, {"s": (MODULE, other)}) == {"s": [other]}
 
 
 def test_kernels_are_those_of_the_table():
     ours = {i.target: s.name for s in dispatch.STAGES for i in s.impls if i.backend == "sm90"}
     assert list(ours.values()) == list(KERNELS)
     assert set(_provenance.VERIFIED) <= set(KERNELS)
+
+
+def test_every_kernel_of_hopper_is_of_a_stage():
+    folder = Path(sm90.__file__).parent
+    kernels = {f"{sm90.__name__}.{p.stem}" for p in folder.glob("*.py") if "@jit(" in p.read_text()}
+    assert len(kernels) >= 7
+    held = {name for modules in KERNELS.values() for name in ledger.sources(modules)}
+    assert kernels <= held
 
 
 @pytest.mark.parametrize("forced", [None, "sm90"])

@@ -17,7 +17,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, screen: Screen) -> tuple[int, dict[str, Any]]:
     from kernel_fun.kda import _provenance
-    from kernel_fun.kda._kernels.sm90 import KERNELS
+    from kernel_fun.kda._kernels.sm90.launched import KERNELS
 
     found = ledger.drift(_provenance.VERIFIED, KERNELS)
     for stage, modules in found.items():

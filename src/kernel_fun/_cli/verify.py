@@ -35,7 +35,7 @@ def run(args: argparse.Namespace, screen: Screen) -> tuple[int, dict[str, Any]]:
     import torch
 
     from kernel_fun._common import cache, device, ledger
-    from kernel_fun.kda._kernels.sm90 import KERNELS
+    from kernel_fun.kda._kernels.sm90.launched import KERNELS
 
     tests = [str(args.checkout / t) for t in TESTS]
     absent = [t for t in tests if not Path(t).exists()]
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace, screen: Screen) -> tuple[int, dict[str, Any]]:
         raise ValueError(f"`--checkout` must hold the tests, {absent[0]} is not there")
     if not torch.cuda.is_available() or device.of(torch.device("cuda")).arch != "sm90":
         raise ValueError("the kernels are for sm90 (H100, H200): no such device here, nothing was verified")
-    sources = {stage: cache.sources(module) for stage, module in KERNELS.items()}
+    sources = {stage: ledger.sources(modules) for stage, modules in KERNELS.items()}
     counts = _pytest(tests, args.pytest)
     screen.line(f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped")
     found: dict[str, Any] = {"tests": counts, "verified": []}

@@ -6,7 +6,7 @@ dispatcher gives a call to a stage without an entry only where the environment f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kernel_fun._common import cache
@@ -17,7 +17,7 @@ class Verified:
     """One stage that passed."""
 
     sources: Mapping[str, str]
-    """sha256 of each module the kernel is traced from, by dotted name."""
+    """sha256 of each module its kernels are traced from, by dotted name."""
     gpu: str
     utc: str
     versions: Mapping[str, str]
@@ -30,14 +30,20 @@ def unverified(entries: Mapping[str, Verified], stage: str) -> str | None:
     return "not verified: no entry in the ledger of kernels that passed the GPU tests"
 
 
-def drift(entries: Mapping[str, Verified], kernels: Mapping[str, str]) -> dict[str, list[str]]:
+def sources(modules: Sequence[str]) -> dict[str, str]:
+    """sha256 of each module that the kernels of some modules are traced from, by dotted name."""
+    found = {name: digest for module in modules for name, digest in cache.sources(module).items()}
+    return dict(sorted(found.items()))
+
+
+def drift(entries: Mapping[str, Verified], kernels: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
     """Stages whose sources are not those that passed, and the modules that differ.
 
-    ``kernels``: module of each stage by name. A stage that never passed names all its modules.
+    ``kernels``: modules of each stage's kernels by name. A stage that never passed names all its modules.
     """
     found: dict[str, list[str]] = {}
-    for stage, module in kernels.items():
-        now = cache.sources(module)
+    for stage, modules in kernels.items():
+        now = sources(modules)
         then = entries[stage].sources if stage in entries else {}
         changed = sorted(n for n in {*now, *then} if now.get(n) != then.get(n))
         if changed:

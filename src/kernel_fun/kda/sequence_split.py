@@ -55,13 +55,13 @@ class Cut(NamedTuple):
 FEW = 16
 """Value heads times tiles of 64 columns of V, up to which cutting pays: backward it scans four times what is
 scanned twice without, side by side, on an eighth of the SMs."""
-FILLING = 1 << 15
+FILLING = 1 << 16
 """Tokens of a sequence whose segments fill a GPU. With fewer tokens a segment there are more of them to fold,
-one after another, with more a shorter sequence leaves SMs free."""
-START = 4096
-"""Tokens that are scanned in the time of the launches that cutting adds."""
-GAIN = 4
-"""Segments, beyond START, from which on it pays."""
+one after another; with more, a shorter sequence leaves SMs free."""
+SEGMENTS = 8
+"""Segments of a sequence from which on it pays,"""
+TOKENS = 1 << 15
+"""and tokens: below, the launches that cutting adds take the host as long as it saves."""
 
 _forced: tuple[Cut | None] | None = None
 
@@ -76,7 +76,7 @@ def cut_of(HV: int, K: int, V: int, sms: int) -> Cut | None:
     tokens = BT
     while tokens * beside < FILLING:
         tokens *= 2
-    return Cut(tokens, START + GAIN * tokens)
+    return Cut(tokens, max(SEGMENTS * tokens, TOKENS))
 
 
 @contextmanager
