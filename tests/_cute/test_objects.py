@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +18,19 @@ pytest.importorskip("cutlass")
 
 from tests._cute import scaler
 
-from kernel_fun._common import cache, config
+from kernel_fun._common import cache, config, support
 from kernel_fun._cute import compile, objects
 
+DAMAGED = (
+    b"",
+    b"{",
+    b"\xff\xfe",
+    b"[]",
+    b"{}",
+    b'{"format": 1}',
+    b'{"format": 1, "kernels": {}}',
+    b'{"format": 1, "kernels": [{"module": "m"}]}',
+)
 CONFIG, OTHER = scaler.Config(threads=128), scaler.Config(threads=64)
 
 
@@ -106,15 +119,117 @@ def test_a_damaged_manifest_and_another_format_are_refused(folder: Path) -> None
     edit(folder, lambda m: m.update(format=99))
     with pytest.raises(objects.ObjectsRefused, match="has format 99, this version reads 1"):
         jit()(CONFIG)
-    (folder / objects.MANIFEST).write_text("{")
-    with pytest.raises(objects.ObjectsRefused, match=r"has a damaged manifest\.json"):
-        jit()(CONFIG)
+    for content in DAMAGED:
+        (folder / objects.MANIFEST).write_bytes(content)
+        with pytest.raises(objects.ObjectsRefused, match=r"has a damaged manifest\.json"):
+            jit()(CONFIG)
+
+
+@pytest.mark.parametrize("content", [*DAMAGED, b'{"format": 99, "kernels": []}'])
+def test_a_build_replaces_a_manifest_it_cannot_read(
+    folder: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    support.forget_logged()
+    (folder / objects.MANIFEST).write_bytes(content)
+    objects.write(folder, [(jit(), CONFIG)], "sm_90a")
+    said = [r.getMessage() for r in caplog.records if "is replaced" in r.getMessage()]
+    assert len(said) == 1
+    assert said[0].startswith(f"kernel-fun: {folder} has ")
+    assert callable(jit()(CONFIG))
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o022, 0o077], ids=oct)
+def test_what_is_built_is_closed_whatever_the_umask(folder: Path, tmp_path: Path, umask: int) -> None:
+    out = tmp_path / "a" / "b"
+    before = os.umask(umask)
+    try:
+        objects.write(out, [(jit(), CONFIG)], "sm_90a")
+        objects.write(out, [(jit(), CONFIG)], "sm_90a")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(out.stat().st_mode) == 0o755
+    assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in out.iterdir()} == dict.fromkeys(
+        (objects.LOCK, objects.MANIFEST, f"{jit().digest(CONFIG)}.so"), 0o644
+    )
+    with config.KERNELS.set(str(out)):
+        assert callable(jit()(CONFIG))
+
+
+@pytest.mark.parametrize("what", ["directory", "manifest"])
+def test_nothing_is_compiled_for_a_directory_others_can_write(
+    folder: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = folder if what == "directory" else folder / objects.MANIFEST
+    place.chmod(0o775)
+    monkeypatch.setattr(compile.Jit, "object", lambda self, kernel_config: pytest.fail("compiled"))
+    with pytest.raises(objects.ObjectsRefused, match="so that others can write it: chmod go-w") as refused:
+        objects.write(folder, [(jit(), OTHER)], "sm_90a")
+    assert str(refused.value).startswith(f"no kernels can be built into {folder}: {place} has mode 0775")
+    assert config.KERNELS.name not in str(refused.value)
+
+
+def test_a_file_is_no_directory_to_build_into(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(objects.ObjectsRefused, match="file is not a directory"):
+        objects.prepare(tmp_path / "file")
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from kernel_fun._cute import objects
+
+class Kernel:
+    module, options = "tests._cute.scaler", ""
+    def digest(self, config): return config
+    def symbol(self, config): return config
+    def object(self, config): return config.encode()
+
+objects._link = lambda content, library: library.write_bytes(content)
+folder, name = Path(sys.argv[1]), sys.argv[2]
+(folder.parent / f"{name}.ready").touch()
+while not (folder.parent / "go").exists(): time.sleep(0.001)
+for i in range(20):
+    objects.write(folder, [(Kernel(), f"{name}{i}")], "sm_90a")
+"""
+
+
+def test_no_entry_is_lost_where_several_processes_build(tmp_path: Path) -> None:
+    folder, names = tmp_path / "set", ("a", "b", "c")
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(folder), name]) for name in names]
+    while not all((tmp_path / f"{name}.ready").exists() for name in names):
+        assert all(writer.poll() is None for writer in writers)
+        time.sleep(0.01)
+    (tmp_path / "go").touch()
+    assert [writer.wait() for writer in writers] == [0, 0, 0]
+    entries = json.loads((folder / objects.MANIFEST).read_text())["kernels"]
+    assert sorted(e["symbol"] for e in entries) == sorted(f"{n}{i}" for n in names for i in range(20))
 
 
 def test_a_directory_others_can_write_is_refused(folder: Path) -> None:
     folder.chmod(0o777)
-    with pytest.raises(objects.ObjectsRefused, match="with mode 0777, others can write it"):
+    with pytest.raises(
+        objects.ObjectsRefused, match=f"has mode 0777, so that others can write it: chmod go-w {folder}, or"
+    ):
         jit()(CONFIG)
+    folder.chmod(0o755)
+    (folder / objects.MANIFEST).chmod(0o664)
+    with pytest.raises(
+        objects.ObjectsRefused, match="json has mode 0664, so that others can write it: chmod"
+    ):
+        jit()(CONFIG)
+
+
+def test_a_directory_of_another_user_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.geteuid() == 0:
+        os.chown(folder, 65534, -1)
+        belongs = f"belongs to uid 65534 and must belong to root: chown 0 {folder}, or unset"
+    else:
+        monkeypatch.setattr(objects.os, "geteuid", lambda: 1)
+        belongs = f"and must belong to uid 1 of this process or to root: chown 1 {folder}, or unset"
+    with pytest.raises(objects.ObjectsRefused, match=belongs) as refused:
+        jit()(CONFIG)
+    assert "others can write" not in str(refused.value)
 
 
 def test_a_directory_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

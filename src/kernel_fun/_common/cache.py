@@ -70,10 +70,14 @@ def directory() -> Path:
     if not stat.S_ISDIR(status.st_mode):
         raise CacheRefused(f"{path} is not a directory")
     if status.st_uid != os.geteuid():
-        raise CacheRefused(f"{path} belongs to uid {status.st_uid}, this process runs as {os.geteuid()}")
+        raise CacheRefused(
+            f"{path} belongs to uid {status.st_uid} and must belong to uid {os.geteuid()} of this process: "
+            f"chown {os.geteuid()} {path}, or name another by {CACHE_DIR.name}"
+        )
     if status.st_mode & 0o022:
         raise CacheRefused(
-            f"{path} has mode {stat.S_IMODE(status.st_mode):04o}: others can write it; want 0700"
+            f"{path} has mode {stat.S_IMODE(status.st_mode):04o}, so that others can write it: "
+            f"chmod 700 {path}"
         )
     return path
 

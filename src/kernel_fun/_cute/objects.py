@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import logging
 import os
 import shutil
 import stat
@@ -20,23 +21,34 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from kernel_fun._common import cache, config
+from kernel_fun._common import cache, config, support
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+LOCK = ".lock"
+FIELDS = ("module", "config", "options", "symbol", "file", "sha256", "sources", "versions")
+"""What an entry of the manifest says of its kernel."""
 RUNTIME = "libcute_dsl_runtime.so"
 
 Launch = Callable[..., None]
 
 
 class ObjectsRefused(RuntimeError):
-    """The directory of prebuilt kernels cannot serve a kernel; the message says why and what to do."""
+    """A directory of prebuilt kernels cannot serve a kernel, or take one; the message says why and what to do."""
+
+
+class _Unusable(Exception):
+    """What a directory or its manifest is, that nothing can be loaded from it or added to it."""
+
+
+class _Unreadable(_Unusable):
+    """The manifest is this user's own and holds nothing that this version can read."""
 
 
 @dataclass(frozen=True)
@@ -95,41 +107,115 @@ def rehearsal(seen: dict[tuple[str, str], tuple[Any, Any]]) -> Generator[None]:
         Jit.__call__ = launch
 
 
-def write(folder: Path, kernels: Sequence[tuple[Any, Any]], arch: str) -> dict[str, Any]:
-    """Build kernels, given as (jit, config), into a directory; returns its manifest. Kernels of other configs
-    that are there already stay.
+def prepare(folder: Path) -> None:
+    """Make a directory that kernels can be built into, closed to other writers whatever the umask.
 
     Raises:
-        RuntimeError: there is no linker.
+        ObjectsRefused: it is there and not fit: others can write it, it is no directory, it cannot be locked.
     """
-    folder.mkdir(mode=0o755, parents=True, exist_ok=True)
-    kept = _manifest(folder) if (folder / MANIFEST).exists() else {"kernels": []}
-    entries: list[dict[str, Any]] = []
-    for jit, kernel_config in kernels:
-        digest = jit.digest(kernel_config)
-        library = folder / f"{digest}.so"
-        _link(jit.object(kernel_config), library)
-        entries.append(
-            {
-                "module": jit.module,
-                "config": repr(kernel_config),
-                "options": jit.options,
-                "symbol": jit.symbol(kernel_config),
-                "file": library.name,
-                "sha256": hashlib.sha256(library.read_bytes()).hexdigest(),
-                "sources": cache.sources(jit.module),
-                "versions": cache.versions(),
-                "arch": arch,
-            }
-        )
-    built = {(e["module"], e["config"], e["options"]) for e in entries}
-    others = [e for e in kept["kernels"] if (e["module"], e["config"], e["options"]) not in built]
-    manifest = {"format": FORMAT, "kernels": [*others, *entries]}
-    path = folder / MANIFEST
-    unfinished = path.with_suffix(f".tmp-{os.getpid()}")
-    unfinished.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-    unfinished.replace(path)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o755)
+        folder.chmod(0o755)  # a umask only takes away
+    with _locked(folder):
+        _kept(folder)
+
+
+def write(folder: Path, kernels: Sequence[tuple[Any, Any]], arch: str) -> dict[str, Any]:
+    """Build kernels, given as (jit, config), into a directory; returns its manifest. Kernels of other configs
+    that are there already stay; a manifest that cannot be read is replaced. Any number of processes may write.
+
+    Raises:
+        ObjectsRefused: the directory is not fit (see :func:`prepare`), or there is no linker.
+    """
+    prepare(folder)
+    built = [(jit, kernel_config, jit.object(kernel_config)) for jit, kernel_config in kernels]
+    with _locked(folder):
+        entries: list[dict[str, Any]] = []
+        for jit, kernel_config, content in built:
+            library = folder / f"{jit.digest(kernel_config)}.so"
+            _link(content, library)
+            entries.append(
+                {
+                    "module": jit.module,
+                    "config": repr(kernel_config),
+                    "options": jit.options,
+                    "symbol": jit.symbol(kernel_config),
+                    "file": library.name,
+                    "sha256": hashlib.sha256(library.read_bytes()).hexdigest(),
+                    "sources": cache.sources(jit.module),
+                    "versions": cache.versions(),
+                    "arch": arch,
+                }
+            )
+        own = {_key(e) for e in entries}
+        manifest = {
+            "format": FORMAT,
+            "kernels": [*(e for e in _kept(folder) if _key(e) not in own), *entries],
+        }
+        path = folder / MANIFEST
+        unfinished = path.with_suffix(f".tmp-{os.getpid()}")
+        unfinished.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+        unfinished.chmod(0o644)
+        unfinished.replace(path)
     return manifest
+
+
+def _key(entry: dict[str, Any]) -> tuple[str, str, str]:
+    return entry["module"], entry["config"], entry["options"]
+
+
+def _kept(folder: Path) -> list[dict[str, Any]]:
+    """The kernels a directory holds already, as its lock's holder sees them; says where they are given up."""
+    path = folder / MANIFEST
+    try:
+        _closed(path, path.stat())
+        return _read(path)["kernels"]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise _Unusable(f"{path} cannot be read ({error.strerror or error})") from error
+    except _Unreadable as reason:
+        message = f"kernel-fun: {folder} {reason}: it is replaced, what it named is lost"
+        support.log_once(("manifest replaced", str(folder), str(reason)), logging.WARNING, message)
+        return []
+
+
+@contextmanager
+def _locked(folder: Path) -> Generator[None]:
+    """Within the block no other process or thread adds kernels to a directory. ObjectsRefused where it, or
+    what is found in it, is not fit."""
+    descriptor = -1
+    try:
+        if not folder.is_dir():
+            raise _Unusable(f"{folder} is not a directory")
+        _closed(folder, folder.stat())
+        descriptor = _lock(folder / LOCK)
+        yield
+    except _Unusable as reason:
+        raise ObjectsRefused(f"no kernels can be built into {folder}: {reason}") from reason
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def _lock(path: Path) -> int:
+    """An open file that this process has locked; the lock goes with the file, however the process ends."""
+    import fcntl
+
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    except OSError as error:
+        raise _Unusable(f"{path} cannot be written ({error.strerror or error})") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_uid == os.geteuid():
+            os.fchmod(descriptor, 0o644)
+    except OSError as error:
+        os.close(descriptor)
+        what = f"{path} cannot be locked ({error.strerror or error})"
+        raise _Unusable(f"{what}: build on a local disk and copy the directory") from error
+    return descriptor
 
 
 def load(module: str, kernel_config: object, options: str) -> Launch | None:
@@ -195,9 +281,8 @@ def _folder() -> Path | None:
 def _entry(folder: Path, module: str, kernel_config: object, options: str) -> dict[str, Any]:
     """The entry of a config in the manifest, if it matches what is installed."""
     name, wanted = module.rpartition(".")[2], repr(kernel_config)
-    key = (module, wanted, options)
     for entry in _manifest(folder)["kernels"]:
-        if (entry["module"], entry["config"], entry["options"]) == key:
+        if _key(entry) == (module, wanted, options):
             _match(folder, entry)
             return entry
     raise _refused(folder, f"has no kernel {name} for {wanted}: build it with `kernel-fun compile`")
@@ -242,45 +327,66 @@ def _manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a directory that nobody else can write: what it names is code that will run."""
     path = folder / MANIFEST
     try:
-        status, owner = folder.stat(), path.stat()
+        _closed(folder, folder.stat())
+        status = path.stat()
+        _closed(path, status)
+        return _parsed(path, status.st_mtime_ns, status.st_ino)
     except OSError as error:
         what = f"{MANIFEST} in it" if folder.is_dir() else "it"
         why = f"is no directory of prebuilt kernels: {what} cannot be read ({error.strerror or error}); build one"
         raise _refused(folder, f"{why} with `kernel-fun compile`") from error
-    for found in (status, owner):
-        if found.st_uid not in (os.geteuid(), 0) or found.st_mode & 0o022:
-            raise _refused(
-                folder,
-                f"belongs to uid {found.st_uid} with mode {stat.S_IMODE(found.st_mode):04o}, others can write it",
-            )
-    manifest = _parsed(path, owner.st_mtime_ns)
-    if manifest.get("format") != FORMAT:
-        raise _refused(
-            folder, f"has format {manifest.get('format')}, this version reads {FORMAT}: build it again"
+    except _Unreadable as reason:
+        raise _refused(folder, f"{reason}: build it again") from reason
+    except _Unusable as reason:
+        raise _refused(folder, f"is refused: {reason}") from reason
+
+
+def _closed(path: Path, status: os.stat_result) -> None:
+    """_Unusable where somebody else owns a path or can write it: one sentence, with the remedy."""
+    me = os.geteuid()
+    if status.st_uid not in (me, 0):
+        allowed = "root" if me == 0 else f"uid {me} of this process or to root"
+        raise _Unusable(
+            f"{path} belongs to uid {status.st_uid} and must belong to {allowed}: chown {me} {path}"
         )
-    return manifest
+    if status.st_mode & 0o022:
+        mode = f"{stat.S_IMODE(status.st_mode):04o}"
+        raise _Unusable(f"{path} has mode {mode}, so that others can write it: chmod go-w {path}")
 
 
 @lru_cache(maxsize=4)
-def _parsed(path: Path, _changed: int) -> dict[str, Any]:
+def _parsed(path: Path, _changed: int, _inode: int) -> dict[str, Any]:
+    return _read(path)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A manifest whose every entry says what it must; _Unreadable otherwise."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        manifest: Any = json.loads(path.read_bytes().decode("utf-8"))
     except ValueError as error:
-        raise _refused(path.parent, f"has a damaged {MANIFEST} ({error}): build it again") from error
+        raise _Unreadable(f"has a damaged {path.name} ({error})") from error
+    if isinstance(manifest, dict) and manifest.get("format", FORMAT) != FORMAT:
+        raise _Unreadable(f"has format {manifest['format']}, this version reads {FORMAT}")
+    kernels = manifest.get("kernels") if isinstance(manifest, dict) else None
+    whole = isinstance(kernels, list) and "format" in manifest
+    if not whole or not all(isinstance(e, dict) and all(f in e for f in FIELDS) for e in kernels):
+        raise _Unreadable(f"has a damaged {path.name} (it does not list kernels as this version does)")
+    return manifest
 
 
 def _link(content: bytes, library: Path) -> None:
     """A relocatable object as a shared library, by the system's linker."""
     linker = next((found for name in ("ld", "ld.lld", "gold") if (found := shutil.which(name))), None)
     if linker is None:
-        raise RuntimeError("no linker (ld) on this machine: kernels are linked where they are compiled")
+        raise ObjectsRefused("no linker (ld) on this machine: kernels are linked where they are compiled")
     with tempfile.TemporaryDirectory(dir=library.parent, prefix=".tmp-") as work:
         source, made = Path(work) / "kernel.o", Path(work) / "kernel.so"
         source.write_bytes(content)
         command = [linker, "-shared", "-o", str(made), str(source)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise RuntimeError(f"{' '.join(command)} failed: {done.stderr.strip()}")
+            raise ObjectsRefused(f"{' '.join(command)} failed: {' '.join(done.stderr.split())}")
+        made.chmod(0o644)
         made.replace(library)
 
 
