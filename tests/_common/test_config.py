@@ -6,7 +6,8 @@ import os
 
 import pytest
 
-from kernel_fun._common import config
+from kernel_fun._common import config, support
+from kernel_fun._common.plan import Policy
 
 
 def test_names_are_unique_and_documented():
@@ -21,7 +22,7 @@ def test_names_are_unique_and_documented():
 def test_on(monkeypatch, word, on):
     monkeypatch.setenv(config.DISABLE.name, word)
     assert config.DISABLE.on() is on
-    assert (config.disabled_by(config.KDA_DISABLE) == config.DISABLE.name) is on
+    assert config.disabled_by(config.KDA_DISABLE) == (f"KERNEL_FUN_DISABLE={word}" if on else None)
 
 
 def test_a_word_that_is_neither_is_refused(monkeypatch):
@@ -35,7 +36,7 @@ def test_a_word_that_is_neither_is_refused(monkeypatch):
 
 def test_family_switch(monkeypatch):
     monkeypatch.setenv(config.KDA_DISABLE.name, "1")
-    assert config.disabled_by(config.KDA_DISABLE) == config.KDA_DISABLE.name
+    assert config.disabled_by(config.KDA_DISABLE) == "KERNEL_FUN_KDA_DISABLE=1"
     assert config.disabled_by(config.CCONV_DISABLE) is None
 
 
@@ -58,6 +59,37 @@ def test_fallback(monkeypatch):
         ValueError, match="KERNEL_FUN_FALLBACK must be one of auto, fla, eager, error, got 'maybe'"
     ):
         config.fallback()
+
+
+def test_a_misspelt_name_is_told_once_with_the_nearest(monkeypatch, caplog):
+    support.warn_of_unknown_switches.cache_clear()
+    monkeypatch.setenv("KERNEL_FUN_KDA_BACKENDS", "sm90")
+    monkeypatch.setenv("kernel_fun_disable", "1")
+    monkeypatch.setenv("KERNEL_FUN_XYZZY", "1")
+    for _ in range(2):
+        Policy.read(config.KDA_DISABLE, config.KDA_BACKEND)
+    said = [r.getMessage() for r in caplog.records]
+    assert len(said) == 3
+    assert said[0] == (
+        "kernel-fun: KERNEL_FUN_KDA_BACKENDS is no variable of kernel-fun and does nothing; "
+        "did you mean KERNEL_FUN_KDA_BACKEND?"
+    )
+    assert said[1].endswith("there are " + ", ".join(s.name for s in config.SWITCHES))
+    assert "did you mean KERNEL_FUN_DISABLE?" in said[2]
+    support.warn_of_unknown_switches.cache_clear()
+
+
+def test_known_names_are_no_cause_to_warn(monkeypatch):
+    for switch in config.SWITCHES:
+        monkeypatch.setenv(switch.name, switch.default)
+    assert config.unknown() == []
+
+
+@pytest.mark.parametrize("switch", [config.DISABLE, config.DEBUG, config.FALLBACK, config.KDA_DISABLE])
+def test_a_policy_reads_every_word_it_hangs_on(switch, monkeypatch):
+    monkeypatch.setenv(switch.name, "loud")
+    with pytest.raises(ValueError, match=f"{switch.name} must be .*, got 'loud'"):
+        Policy.read(config.KDA_DISABLE, config.KDA_BACKEND)
 
 
 def test_integer(monkeypatch):

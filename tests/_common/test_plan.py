@@ -93,9 +93,9 @@ def test_missing_package_is_a_reason(monkeypatch):
 
 
 def test_disabled_names_the_switch():
-    plan = decide(policy=Policy("KERNEL_FUN_DISABLE", None, "auto"))
+    plan = decide(policy=Policy("KERNEL_FUN_DISABLE=yes", None, "auto"))
     assert plan.backend == "eager"
-    assert plan.reason == "one: sm90: KERNEL_FUN_DISABLE=1"
+    assert plan.reason == "one: sm90: KERNEL_FUN_DISABLE=yes"
 
 
 def test_forced_backend_serves_or_raises():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -117,6 +118,8 @@ SWITCHES = (
     FLA,
 )
 
+PREFIX = "KERNEL_FUN_"
+
 KDA_POLICY = (DISABLE, DEBUG, FALLBACK, KDA_DISABLE, KDA_BACKEND, KDA_MIN_CTAS)
 """What the plan of a KDA call depends on."""
 CCONV_POLICY = (DISABLE, DEBUG, FALLBACK, CCONV_DISABLE, CCONV_BACKEND)
@@ -139,11 +142,24 @@ def words(switches: tuple[Switch, ...]) -> tuple[Any, ...]:
 
 
 def disabled_by(family: Switch) -> str | None:
-    """Name of the switch that turns the GPU backends of a family off, or None."""
+    """The switch that turns the GPU backends of a family off, and its word, or None."""
     for switch in (DISABLE, family):
         if switch.on():
-            return switch.name
+            return f"{switch.name}={switch.read()}"
     return None
+
+
+def unknown() -> list[str]:
+    """Of every variable that is set and named like a switch but is none: a sentence with the nearest name."""
+    ours = {switch.name.removeprefix(PREFIX): switch.name for switch in SWITCHES}
+    found: list[str] = []
+    for name in sorted(os.environ):
+        word = name.upper()
+        if word.startswith(PREFIX) and name not in ours.values():
+            near = difflib.get_close_matches(word.removeprefix(PREFIX), list(ours), n=1, cutoff=0.6)
+            meant = f"; did you mean {ours[near[0]]}?" if near else f"; there are {', '.join(ours.values())}"
+            found.append(f"{name} is no variable of kernel-fun and does nothing{meant}")
+    return found
 
 
 def forced_backend(switch: Switch, known: tuple[str, ...]) -> str | None:

@@ -23,7 +23,14 @@ Predicate = Callable[[Any, Device], "str | None"]
 
 
 class BackendUnavailable(RuntimeError):
-    """No allowed backend serves the call; the message says why."""
+    """No allowed backend serves the call; the message says why.
+
+    ``reason``: only the reason, without the call and the switch that asked for the backend.
+    """
+
+    def __init__(self, message: str, reason: str | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 def always(problem: Any, device: Device) -> str | None:
@@ -128,12 +135,16 @@ class Policy:
     """What the environment asks of one family, read once per call."""
 
     disabled_by: str | None
+    """The switch that turns GPU backends off, and its word."""
     forced: str | None
     fallback: str
     forced_by: str = ""
 
     @staticmethod
     def read(disable: config.Switch, backend: config.Switch, known: tuple[str, ...] = BACKENDS) -> Policy:
+        """ValueError where a switch holds a word that is none of its own, the one of the log included."""
+        support.warn_of_unknown_switches()
+        config.DEBUG.on()
         return Policy(
             config.disabled_by(disable),
             config.forced_backend(backend, known),
@@ -177,7 +188,7 @@ def resolve(
             return "not a GPU backend"
         if policy.forced is not None and policy.forced != backend:
             return f"{policy.forced_by}={policy.forced}"
-        return f"{policy.disabled_by}=1" if policy.disabled_by else gpu_refusal
+        return policy.disabled_by or gpu_refusal
 
     def ours_refuses(impl: Impl) -> str | None:
         reason = gpu_only(impl.backend) or impl.refusal(problem, device)
@@ -193,7 +204,8 @@ def resolve(
     if policy.forced in GPU_BACKENDS and not any(i.backend == policy.forced for s in needed for i in s.impls):
         reason = f"{family} has no {policy.forced} kernels in this release"
     if policy.forced in GPU_BACKENDS:
-        raise BackendUnavailable(f"{policy.forced_by}={policy.forced} cannot serve {problem}: {reason}")
+        asked = f"{policy.forced_by}={policy.forced}"
+        raise BackendUnavailable(f"{asked} cannot serve {problem}: {reason}", reason)
 
     def plan(backend: str, fallback: bool) -> Plan:
         def only(impl: Impl) -> str | None:
@@ -228,11 +240,12 @@ def _elsewhere(
     if policy.forced == "fla" or (policy.forced is None and policy.fallback == "fla" and cuda):
         asked = f"{policy.forced_by}=fla" if policy.forced else f"{config.FALLBACK.name}=fla"
         if fla_refusal is not None:
-            raise BackendUnavailable(f"{asked} cannot serve {problem}: {fla_refusal}")
+            raise BackendUnavailable(f"{asked} cannot serve {problem}: {fla_refusal}", fla_refusal)
         return "fla", policy.forced is None
     if policy.forced is None and cuda and policy.fallback == "error":
         raise BackendUnavailable(
-            f"{config.FALLBACK.name}=error and no GPU backend of kernel-fun serves {problem}: {reason}"
+            f"{config.FALLBACK.name}=error and no GPU backend of kernel-fun serves {problem}: {reason}",
+            reason,
         )
     if policy.forced is None and cuda and policy.fallback == "auto" and fla_refusal is None:
         return "fla", True

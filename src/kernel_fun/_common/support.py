@@ -85,6 +85,13 @@ def log_once(key: object, level: int, message: str) -> None:
     log.log(level, message)
 
 
+@cache
+def warn_of_unknown_switches() -> None:
+    """Once per process: a warning for every variable that is named like a switch and is none."""
+    for sentence in config.unknown():
+        log.warning("kernel-fun: %s", sentence)
+
+
 def forget_logged() -> None:
     """Let every ``log_once`` message be said again (tests, a reconfigured logger)."""
     with _lock:
