@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -141,6 +142,12 @@ class TestExplain:
         assert message in capsys.readouterr().err
         assert as_json(capsys, "explain", *flags, status=2) == {"error": message}
 
+    def test_there_is_no_packing_of_nothing(self, capsys: Capture) -> None:
+        with pytest.raises(SystemExit) as end:
+            cli.main(["explain", "--packed", "0"])
+        assert end.value.code == cli.MISUSED
+        assert "--packed: must be at least 1, got 0" in capsys.readouterr().err
+
     def test_a_forced_backend_that_cannot_serve_is_an_error(
         self, capsys: Capture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -172,6 +179,7 @@ class TestPrebuilt:
                     "module": jit.module,
                     "config": repr(kernel_config),
                     "options": jit.options,
+                    "symbol": "kernel",
                     "file": f"{i}.so",
                     "sha256": hashlib.sha256(content).hexdigest(),
                     "sources": cache.sources(jit.module),
@@ -204,14 +212,19 @@ class TestPrebuilt:
         assert "holds a damaged 3.so" in held["reason"]
         assert "4 of 5 kernels can be loaded; " in as_text(capsys, "info")
         (folder / "4.so").unlink()
-        reasons = [k["reason"] for k in as_json(capsys, *self.HOPPER)["prebuilt"]["kernels"]]
+        explained = as_json(capsys, *self.HOPPER, status=1)["prebuilt"]
+        assert explained["lacking"] == 2
+        reasons = [k["reason"] for k in explained["kernels"]]
         assert reasons[:3] == [None] * 3
         assert "holds a damaged 3.so" in reasons[3]
         assert "has no readable 4.so" in reasons[4]
-        assert "holds a damaged 3.so" in as_text(capsys, *self.HOPPER)
+        printed = as_text(capsys, *self.HOPPER, status=1)
+        assert printed.startswith(f"kernels are missing: KERNEL_FUN_KERNELS={folder} holds 3 of the 5")
+        assert "holds a damaged 3.so" in printed
+        assert "the call would raise" in printed.splitlines()[-1]
 
     def test_a_call_of_another_form_is_not_prebuilt(self, folder: Path, capsys: Capture) -> None:
-        printed = as_text(capsys, *self.HOPPER, "--gate", "bounded")
+        printed = as_text(capsys, *self.HOPPER, "--gate", "bounded", status=1)
         assert "holds 0 of the 5 kernels of this call" in printed
         assert "has no kernel bwd_grads for Config(" in printed
 
@@ -222,6 +235,68 @@ class TestPrebuilt:
         held = as_json(capsys, "info")["prebuilt"]
         assert (held["kernels"], held["usable"]) == (0, 0)
         assert "none is no directory of prebuilt kernels: it cannot be read" in held["reason"]
+        printed = as_text(capsys, *self.HOPPER, status=1)
+        assert printed.count("is no directory of prebuilt kernels") == 1
+        assert printed.startswith("kernels are missing: ")
+
+
+class TestCompile:
+    """What `compile` refuses, it refuses in one sentence and before it compiles anything."""
+
+    TINY = ("compile", "--T", "64", "--H", "1", "--K", "64", "--no-grad", "--exactly", "--out")
+
+    @pytest.fixture(autouse=True)
+    def nothing_is_compiled(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pytest.importorskip("cutlass")
+        from kernel_fun._cute import compile
+
+        monkeypatch.setattr(compile.Jit, "object", lambda self, kernel_config: pytest.fail("compiled"))
+
+    def refused(self, capsys: Capture, *arguments: str) -> str:
+        assert cli.main(arguments) == cli.MISUSED
+        said = capsys.readouterr().err
+        assert said.startswith("kernel-fun compile: ")
+        assert said.count("\n") == 1
+        assert "KERNEL_FUN_" not in said
+        return said
+
+    def test_a_directory_others_can_write(self, tmp_path: Path, capsys: Capture) -> None:
+        tmp_path.chmod(0o775)
+        said = self.refused(capsys, *self.TINY, str(tmp_path))
+        assert f"{tmp_path} has mode 0775, so that others can write it: chmod go-w {tmp_path}" in said
+
+    def test_a_file(self, tmp_path: Path, capsys: Capture) -> None:
+        (tmp_path / "file").touch()
+        assert "file is not a directory" in self.refused(capsys, *self.TINY, str(tmp_path / "file"))
+
+    def test_without_a_linker(self, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+        from kernel_fun._cute import compile
+
+        monkeypatch.setattr(compile.Jit, "object", lambda self, kernel_config: b"")
+        monkeypatch.setattr(objects.shutil, "which", lambda name: None)
+        assert "no linker (ld) on this machine" in self.refused(capsys, *self.TINY, str(tmp_path / "set"))
+
+    def test_without_a_compiler(
+        self, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(support, "missing", lambda need: f"{need} not installed")
+        assert "cute not installed" in self.refused(capsys, *self.TINY, str(tmp_path))
+
+    @pytest.mark.parametrize(
+        ("flags", "reason"),
+        [
+            (("--K", "100"), "K=100 V=100 bfloat16 .*K = 100, kernels are built for 64 and 128"),
+            (("--V", "72"), "K=128 V=72 .*V = 72, kernels take multiples of 64"),
+            (("--dtype", "float32"), "float32 .*q, k, v are float32"),
+        ],
+    )
+    def test_what_the_kernels_do_not_take(
+        self, flags: tuple[str, ...], reason: str, tmp_path: Path, capsys: Capture
+    ) -> None:
+        asked = ("compile", "--B", "3", "--T", "777", "--H", "2", *flags, "--out", str(tmp_path / "set"))
+        said = self.refused(capsys, *asked)
+        assert re.search(rf"no sm90 kernels for B=3 T=777 H=2 .*{reason}", said), said
+        assert not (tmp_path / "set").exists()
 
 
 class TestCheck:

@@ -41,12 +41,15 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status."""
     from kernel_fun._common.plan import BackendUnavailable
+    from kernel_fun._common.support import warn_of_unknown_switches
+    from kernel_fun._cute.objects import ObjectsRefused
 
     args = parser().parse_args(argv)
+    warn_of_unknown_switches()
     screen = Screen(None if args.json else sys.stdout)
     try:
         status, data = args.run(args, screen)
-    except (ValueError, OSError, NotImplementedError, BackendUnavailable) as error:
+    except (ValueError, OSError, NotImplementedError, BackendUnavailable, ObjectsRefused) as error:
         status, data = MISUSED, {"error": str(error)}
         sys.stderr.write(f"kernel-fun {args.command}: {error}\n")
     except KeyboardInterrupt:

@@ -112,20 +112,23 @@ def build(
 
     Raises:
         ValueError: the architecture has no CuTe kernels here, or there is no problem.
-        BackendUnavailable: its kernels do not serve a problem; the message says why.
-        RuntimeError: a tool is missing.
+        BackendUnavailable: its kernels do not serve a problem, or the compiler is missing; the message says
+            why.
+        ObjectsRefused: (a RuntimeError) the directory is not fit, or there is no linker; likewise.
     """
     from kernel_fun._common import support
+    from kernel_fun._common.plan import BackendUnavailable
 
     if arch not in ARCHS:
         raise ValueError(f"`arch` must be one of {', '.join(ARCHS)}, got {arch!r}")
     if (absent := support.missing("cute")) is not None:
-        raise RuntimeError(f"kernel-fun compile: {absent}")
+        raise BackendUnavailable(absent)
     from kernel_fun._cute import objects
 
-    out.mkdir(parents=True, exist_ok=True)
+    wanted = kernels(_distinct(problems), ARCHS[arch], exactly=exactly)
+    objects.prepare(out)
     report: list[Warmed] = []
-    for jit, kernel_config in kernels(_distinct(problems), ARCHS[arch], exactly=exactly):
+    for jit, kernel_config in wanted:
         begin = time.perf_counter()
         how = "from the cache" if _is_cached(jit.digest(kernel_config)) else "compiled"
         objects.write(out, [(jit, kernel_config)], arch)
@@ -160,6 +163,7 @@ def kernels(
     import torch
 
     from kernel_fun._common import config, device
+    from kernel_fun._common.plan import BackendUnavailable
     from kernel_fun._cute import objects
     from kernel_fun.kda import exercise
 
@@ -167,12 +171,16 @@ def kernels(
     for problem in problems:
         with config.KDA_BACKEND.set(backend), device.pretend(backend), objects.rehearsal(seen):
             here = torch.device("cpu")
-            if of_length and exercise.run_cut(problem, here) is not None:
-                continue
-            own = problem.B if problem.N is None else problem.N
-            sequences = [own] if exactly else exercise.batches(problem)
-            tokens = exercise.tokens_like(problem, own) if of_length else None
-            exercise.run(problem, here, sequences, long=not of_length, tokens=tokens)
+            try:
+                if of_length and exercise.run_cut(problem, here) is not None:
+                    continue
+                own = problem.B if problem.N is None else problem.N
+                sequences = [own] if exactly else exercise.batches(problem)
+                tokens = exercise.tokens_like(problem, own) if of_length else None
+                exercise.run(problem, here, sequences, long=not of_length, tokens=tokens)
+            except BackendUnavailable as refusal:  # of a problem of other sizes, by the switch held here
+                why = refusal.reason or refusal
+                raise BackendUnavailable(f"no {backend} kernels for {problem}: {why}") from refusal
     return list(seen.values())
 
 

@@ -31,7 +31,7 @@ def run(args: argparse.Namespace, screen: Screen) -> tuple[int, dict[str, Any]]:
     if not args.exactly:
         inference = replace(described, needs_grad=False, keep=False, wants_ht=True)
         dense = (described, inference, replace(inference, has_h0=True))
-        problems = [replace(p, B=1, N=N) for N in (None, 2) for p in dense]
+        problems += [replace(p, B=1, N=N) for N in (None, 2) for p in dense]  # one of each kind is followed
     report = build(
         problems, args.arch, args.out, exactly=args.exactly, on_kernel=lambda entry: screen.line(str(entry))
     )

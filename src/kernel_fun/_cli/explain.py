@@ -6,14 +6,19 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from kernel_fun._cli.screen import Screen
-from kernel_fun._common import device
+from kernel_fun._common import config, device
 from kernel_fun._common.plan import Plan
 
 if TYPE_CHECKING:
     from kernel_fun.kda.call import Problem
 
-HELP = "show the plan for a chunk_kda call, for this machine or any architecture"
+HELP = (
+    "show the plan for a chunk_kda call, for this machine or any architecture; exit status 1 if "
+    "KERNEL_FUN_KERNELS lacks a kernel of it"
+)
 
+FAILED = 1
+"""Exit status where the plan stands and its kernels do not."""
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -46,7 +51,7 @@ def problem_arguments(parser: argparse.ArgumentParser) -> None:
         default="sigmoid",
         help="write strength: sigmoid or its double in the kernel, or given (default: sigmoid)",
     )
-    add("--packed", type=_size, metavar="N", help="N packed sequences (cu_seqlens) of T tokens in all")
+    add("--packed", type=_count, metavar="N", help="N packed sequences (cu_seqlens) of T tokens in all")
     add("--chunk-size", type=int, choices=(32, 64), default=64)
     for flag, default, what in (
         ("l2norm", True, "q and k normalised in the kernel"),
@@ -64,6 +69,13 @@ def _size(text: str) -> int:
     value = int(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"must be at least 0, got {value}")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
     return value
 
 
@@ -104,20 +116,19 @@ def run(args: argparse.Namespace, screen: Screen) -> tuple[int, dict[str, Any]]:
     from kernel_fun.kda.dispatch import plan
 
     decided = plan(problem(args), this_device() if args.arch is None else device.named(args.arch))
-    show(decided, screen)
     held = prebuilt(decided)
+    lacking = held is not None and held["lacking"] > 0
     if held is not None:
-        screen.line(held["summary"])
-        for missing in (k for k in held["kernels"] if k["reason"] is not None):
-            screen.line(f"  {missing['kernel']}: {missing['reason']}")
-    return 0, {**as_json(decided), "prebuilt": held}
+        _show_prebuilt(held, screen)
+    show(decided, screen)
+    if lacking:
+        screen.line(f"but kernels of it are missing from {config.KERNELS.name}: the call would raise", "red")
+    return FAILED if lacking else 0, {**as_json(decided), "prebuilt": held}
 
 
 def prebuilt(plan: Plan) -> dict[str, Any] | None:
     """Whether ``KERNEL_FUN_KERNELS`` holds what a plan of Hopper's kernels launches; None where it is not
     set, or other backends serve the call."""
-    from kernel_fun._common import config
-
     place = config.KERNELS.read()
     if plan.backend != "sm90" or not place:
         return None
@@ -131,9 +142,24 @@ def prebuilt(plan: Plan) -> dict[str, Any] | None:
         }
         for jit, kernel_config in warming.kernels([plan.problem], plan.backend, exactly=True, of_length=True)
     ]
-    held = sum(k["reason"] is None for k in found)
-    summary = f"{config.KERNELS.name}={place} holds {held} of the {len(found)} kernels of this call"
-    return {"summary": summary, "kernels": found}
+    lacking = sum(k["reason"] is not None for k in found)
+    held = (
+        f"{config.KERNELS.name}={place} holds {len(found) - lacking} of the {len(found)} kernels of this call"
+    )
+    return {
+        "summary": f"kernels are missing: {held}" if lacking else held,
+        "lacking": lacking,
+        "kernels": found,
+    }
+
+
+def _show_prebuilt(held: dict[str, Any], screen: Screen) -> None:
+    """The summary, and each reason once, after the kernels that lack for it."""
+    lacking = [k for k in held["kernels"] if k["reason"] is not None]
+    screen.line(held["summary"], "red" if lacking else None)
+    for reason in dict.fromkeys(k["reason"] for k in lacking):
+        names = dict.fromkeys(k["kernel"].partition(" ")[0] for k in lacking if k["reason"] == reason)
+        screen.line(f"  {', '.join(names)}: {reason}")
 
 
 def this_device() -> device.Device:
