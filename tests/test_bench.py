@@ -14,7 +14,7 @@ import torch
 
 from kernel_fun import cli, testing
 from kernel_fun._common import config
-from kernel_fun.bench import plot, probe, record, runner, suite, timing
+from kernel_fun.bench import machine, plot, probe, record, runner, suite, timing
 from kernel_fun.bench.record import Record, Row, Skipped
 from kernel_fun.bench.suite import Candidate, Case, Outputs, Work
 from kernel_fun.bench.timing import Quantiles
@@ -282,6 +282,52 @@ class TestGate:
     ) -> None:
         assert cli.main(["bench", "--device", "cpu", flag, "x"]) == 2
         assert message in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("flags", "message"),
+        [
+            (("--device", "meta"), "`--device` must be cpu, cuda or cuda:N, got 'meta'"),
+            (("--device", "tpu"), "`--device` must be cpu, cuda or cuda:N, got 'tpu'"),
+            (("--device", "cpu:1"), "`--device` must be cpu, cuda or cuda:N, got 'cpu:1'"),
+            (
+                ("--device", "cuda:99"),
+                "`--device` must be a device of this machine, got 'cuda:99': torch sees",
+            ),
+            (("--family", "nope"), "`--family` must be one of kda, cconv, got 'nope'"),
+            (("--family", "shapes"), "`--family` must be one of kda, cconv, got 'shapes'"),
+            (("--family", "context_parallel"), "`--family` must be one of kda, cconv, got 'context"),
+        ],
+    )
+    def test_devices_and_families_that_are_not_here(
+        self, flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert cli.main(["bench", *flags]) == cli.MISUSED
+        assert capsys.readouterr().err.startswith(f"kernel-fun bench: {message}")
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="cuda is a device of this machine")
+    def test_without_a_gpu_there_is_no_cuda(self, capsys: pytest.CaptureFixture[str]) -> None:
+        for command in ("bench", "demo"):
+            assert cli.main([command, "--device", "cuda"]) == cli.MISUSED
+            assert "got 'cuda': torch sees no CUDA device" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("command", ["demo", "warmup"])
+    def test_other_commands_refuse_a_device_alike(
+        self, command: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert cli.main([command, "--device", "tpu"]) == cli.MISUSED
+        assert "`--device` must be cpu, cuda or cuda:N, got 'tpu'" in capsys.readouterr().err
+
+    def test_the_first_cpu_is_the_cpu(self) -> None:
+        assert machine.usable("--device", "cpu:0") == torch.device("cpu")
+
+    def test_a_request_is_refused_without_the_command(self) -> None:
+        request = runner.Request(
+            "kda", ["smoke"], ["bounded"], ["fwd"], FP32, torch.device("meta"), None, seconds=1.0, cold=False
+        )
+        with pytest.raises(ValueError, match="`--device` must be cpu, cuda or cuda:N, got 'meta'"):
+            runner.measure(request, lambda text: None)
+        with pytest.raises(ValueError, match="`--family` must be one of kda, cconv, got 'nope'"):
+            suite.load("nope")
 
 
 class TestRecord:

@@ -16,7 +16,7 @@ HELP = "time our backends, fla and transformers side by side, and write a record
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--family", default="kda", help="what to bench (default: kda)")
+    add("--family", default="kda", metavar="NAME", help="what to bench: kda or cconv (default: kda)")
     add("--shape", action="append", metavar="NAME", help="a shape of benchmarks/shapes.py (repeatable)")
     add("--gate", action="append", metavar="NAME", help="softplus_random, init_slow or bounded "
         "(repeatable; default: softplus_random)")  # fmt: skip
@@ -34,17 +34,20 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, metavar="PATH",
         help="record to write, a .json file or a directory (default: none)")  # fmt: skip
     add("--commit", metavar="ID", help="commit of a clean copy that has no git, for the record")
-    add("--plot", type=Path, metavar="PNG", help="draw bars and a roofline")
+    add("--plot", type=Path, metavar="PNG",
+        help="also draw the record into this file, bars and a roofline (needs matplotlib: the extra "
+        "cli)")  # fmt: skip
     add("--list", action="store_true", help="list the shapes and what each means, measure nothing")
 
 
 def run(args: argparse.Namespace, screen: Screen) -> tuple[int, dict[str, Any]]:
     import torch
 
-    from kernel_fun.bench import plot, runner, suite
+    from kernel_fun.bench import machine, plot, runner, suite
 
+    if args.family not in suite.FAMILIES:
+        raise ValueError(f"`--family` must be one of {', '.join(suite.FAMILIES)}, got {args.family!r}")
     family = suite.load(args.family)
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if args.list:
         names = {name: str(shape) for name, shape in family.SHAPES.items()}
         screen.table("shapes", ("name", "sizes"), list(names.items()))
@@ -53,6 +56,7 @@ def run(args: argparse.Namespace, screen: Screen) -> tuple[int, dict[str, Any]]:
         raise ValueError(f"`--seconds` must be positive, got {args.seconds}")
     if args.cp is not None:
         return _context_parallel(args, screen)
+    device = machine.usable("--device", args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = args.dtype or ("bfloat16" if device.type == "cuda" else "float32")
     taken = runner.measure(
         runner.Request(

@@ -40,8 +40,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, screen: Screen) -> tuple[int, dict[str, Any]]:
+    from kernel_fun.bench import machine
     from kernel_fun.demo import session, train
 
+    if args.device is not None:
+        machine.usable("--device", args.device)
     options = session.Options(
         out=args.out, text=args.text, steps=args.steps, seed=args.seed, device=args.device,
         convolution=args.convolution,

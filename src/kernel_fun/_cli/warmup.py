@@ -26,8 +26,10 @@ def run(args: argparse.Namespace, screen: Screen) -> tuple[int, dict[str, Any]]:
     import torch
 
     from kernel_fun._cute import objects
+    from kernel_fun.bench import machine
     from kernel_fun.kda import warmup
 
+    machine.named("--device", args.device)
     try:
         seconds = warmup(
             K=args.K,

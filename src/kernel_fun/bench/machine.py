@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kernel_fun._common import support
+
+if TYPE_CHECKING:
+    import torch
 
 
 def devices() -> list[dict[str, Any]]:
@@ -34,6 +37,33 @@ def devices() -> list[dict[str, Any]]:
                 "detail": f"{facts.sms} SMs, {memory:.0f} GiB, CUDA {torch.version.cuda}",
             }
         )
+    return found
+
+
+def named(flag: str, word: str | torch.device) -> torch.device:
+    """The device a flag names. ValueError where it is neither the CPU nor a CUDA device, of any machine."""
+    import torch
+
+    try:
+        found = torch.device(word)
+    except RuntimeError:
+        found = None
+    if found is not None and str(found) in ("cpu", "cpu:0"):
+        return torch.device("cpu")
+    if found is None or found.type != "cuda":
+        raise ValueError(f"`{flag}` must be cpu, cuda or cuda:N, got {str(word)!r}")
+    return found
+
+
+def usable(flag: str, word: str | torch.device) -> torch.device:
+    """The device a flag names. ValueError where it is neither the CPU nor a CUDA device torch sees."""
+    import torch
+
+    found = named(flag, word)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found.type == "cuda" and (found.index or 0) >= count:
+        sees = f"only {', '.join(f'cuda:{i}' for i in range(count))}" if count else "no CUDA device"
+        raise ValueError(f"`{flag}` must be a device of this machine, got {str(word)!r}: torch sees {sees}")
     return found
 
 

@@ -41,8 +41,10 @@ class Request:
 def measure(request: Request, say: Callable[[str], None]) -> Record:
     """Runs the request and returns its record, not yet written.
 
-    Raises ValueError for an unknown shape, gate, pass or candidate, before anything runs.
+    Raises ValueError for an unknown family, shape, gate, pass or candidate, or a device that is not here,
+    before anything runs.
     """
+    machine.usable("--device", request.device)
     family = suite.load(request.family)
     _known("--shape", request.shapes, family.SHAPES)
     _known("--gate", request.gates, family.GATES)

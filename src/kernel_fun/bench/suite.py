@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+FAMILIES = ("kda", "cconv")
+"""What `load` registers and `kernel-fun bench --family` names."""
+
 Outputs = dict[str, "Tensor"]
 
 
@@ -115,7 +118,9 @@ def commit() -> tuple[str, bool]:
 
 
 def load(name: str) -> Family:
-    """The registration of a family."""
+    """The registration of a family. ValueError where the suite has none of this name."""
+    if not (name.isidentifier() and (root() / f"{name}.py").exists()):
+        raise ValueError(f"`--family` must be one of {', '.join(FAMILIES)}, got {name!r}")
     family: Any = _module(name)
     return family
 
