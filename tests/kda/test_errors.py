@@ -6,6 +6,7 @@ Where fla-core raises too, the error is also of fla's type and matches what fla'
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -204,7 +205,19 @@ BAD: dict[str, Bad] = {
     "graph with more slots than boundaries": Bad(
         {"cu_seqlens": CU, "use_graph": True, "max_num_seqs": 5},
         ValueError,
-        r"`cu_seqlens` must hold exactly .*max_num_seqs \+ 1 entries",
+        r"^`cu_seqlens` must hold exactly max_num_seqs \+ 1 entries = 6 with use_graph \(.*\), got 3$",
+        alone=True,
+    ),
+    "graph with slots counted by a float": Bad(
+        {"cu_seqlens": CU, "use_graph": True, "max_num_seqs": 2.0},
+        TypeError,
+        r"`max_num_seqs` must be an int, got float",
+        alone=True,
+    ),
+    "graph with slots counted by a tensor": Bad(
+        {"cu_seqlens": CU, "use_graph": True, "max_num_seqs": torch.tensor(2)},
+        TypeError,
+        r"`max_num_seqs` must be an int, got Tensor",
         alone=True,
     ),
     # gates
@@ -216,13 +229,21 @@ BAD: dict[str, Bad] = {
         alone=False,
     ),
     "A_log of K elements": Bad(
-        GATE | {"A_log": zeros(6)}, ValueError, r"`A_log` must have HV = 4 elements, got shape \[6\]"
+        GATE | {"A_log": zeros(6)}, ValueError, r"`A_log` must have HV = 4 elements in one .*got shape \[6\]"
     ),
-    "dt_bias of HV elements": Bad(
-        GATE | {"A_log": zeros(4), "dt_bias": zeros(4)},
+    "A_log of HV elements in two dimensions": Bad(
+        GATE | {"A_log": zeros(2, 2)},
         ValueError,
-        r"`dt_bias` must have HV\*K = 24 elements, got shape \[4\]",
+        r"`A_log` must have HV = 4 elements in one .*got shape \[2, 2\]",
     ),
+    **{
+        f"dt_bias of shape {list(shape)}": Bad(
+            GATE | {"A_log": zeros(4), "dt_bias": zeros(*shape)},
+            ValueError,
+            rf"`dt_bias` must have shape \[HV\*K\] = \[24\] or \[HV, K\] = \[4, 6\], got {re.escape(str(list(shape)))}",
+        )
+        for shape in ((4,), (6, 4), (2, 12), (24, 1), (1, 24), (1, 1, 4, 6))
+    },
     "A_log of integers": Bad(
         GATE | {"A_log": zeros(4, dtype=torch.int32)}, TypeError, r"`A_log` must be .*got int32"
     ),
@@ -263,6 +284,18 @@ BAD: dict[str, Bad] = {
     # modes
     "chunk of 48": Bad(
         {"chunk_size": 48}, ValueError, r"`chunk_size` must be either 32 or 64.*got 48", fla=True, alone=True
+    ),
+    **{
+        f"chunk of {type(size).__name__} 64": Bad(
+            {"chunk_size": size},
+            TypeError,
+            rf"`chunk_size` must be an int, got {type(size).__name__}",
+            alone=True,
+        )
+        for size in (64.0, "64", torch.tensor(64))
+    },
+    "chunk of True": Bad(
+        {"chunk_size": True}, TypeError, r"`chunk_size` must be an int, got bool", alone=True
     ),
     "intermediate states outside inference mode": Bad(
         {"return_intermediate_states": True}, ValueError, r"only allowed in inference mode", alone=True
@@ -315,6 +348,37 @@ def test_our_error_is_also_of_flas_type(mistake: str) -> None:
         kda.chunk_kda(**x)
     with pytest.raises(type(theirs.value)):
         chunk_kda(**x)
+
+
+ELSEWHERE = ("k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "cu_seqlens_cpu")
+
+
+@pytest.mark.parametrize("op", [chunk_kda, fused_recurrent_kda])
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_a_tensor_on_another_device_is_named_with_both(name: str, op: Any) -> None:
+    if op is fused_recurrent_kda and name == "cu_seqlens_cpu":
+        pytest.skip("it has no such argument")
+    x = good() | {
+        "A_log": zeros(4),
+        "dt_bias": zeros(24),
+        "initial_state": zeros(2, 4, 6, 5),
+        "cu_seqlens": CU,
+    }
+    x |= GATE | ({"cu_seqlens_cpu": CU} if op is chunk_kda else {})
+    op(**x)
+    with pytest.raises(ContractError, match=rf"`{name}` must be .*(cpu|CPU).*(got|on) meta$"):
+        op(**x | {name: x[name].to("meta")})
+
+
+def test_dt_bias_may_have_heads_and_channels() -> None:
+    x = good() | GATE | {"A_log": zeros(4), "dt_bias": torch.randn(4, 6).requires_grad_()}
+    flat = x["dt_bias"].detach().flatten().requires_grad_()
+    for y in (x, x | {"dt_bias": flat}, x | {"A_log": zeros(1, 1, 4, 1)}):
+        chunk_kda(**y)[0].sum().backward()
+    assert x["dt_bias"].grad is not None
+    assert x["dt_bias"].grad.shape == (4, 6)
+    assert flat.grad is not None
+    assert torch.equal(x["dt_bias"].grad, 2 * flat.grad.view(4, 6))
 
 
 def test_intermediate_states_of_a_call_that_keeps_them() -> None:

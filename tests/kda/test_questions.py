@@ -7,6 +7,7 @@ import torch
 
 from kernel_fun._common import compat, config
 from kernel_fun.kda import chunk_kda, is_supported, warmup
+from kernel_fun.testing import make_inputs
 
 Q, V = torch.randn(1, 4, 2, 8), torch.randn(1, 4, 2, 8)
 SMALL = dict(K=8, V=8, HV=1, dtype=torch.float32, device="cpu")
@@ -26,6 +27,16 @@ def test_is_supported_refuses_what_chunk_kda_refuses():
         is_supported(Q, [1])
     with pytest.raises(TypeError, match="`q` must be a dense tensor, got layout sparse_coo"):
         is_supported(Q.to_sparse(), V)
+
+
+@pytest.mark.parametrize("switch", [config.DISABLE, config.DEBUG, config.FALLBACK, config.KDA_MIN_CTAS])
+def test_a_word_that_is_none_raises_in_the_question_as_in_the_call(switch, monkeypatch):
+    monkeypatch.setenv(switch.name, "loud")
+    x = make_inputs(T=8, H=1, K=16, V=16, beta="raw")
+    with pytest.raises(ValueError, match=f"{switch.name} must be .*, got 'loud'"):
+        chunk_kda(**x)
+    with pytest.raises(ValueError, match=f"{switch.name} must be .*, got 'loud'"):
+        is_supported(x["q"], x["v"])
 
 
 @pytest.mark.parametrize("backend", ["sm90", "fla"])

@@ -69,6 +69,22 @@ def same_device(name: str, tensor: Tensor, like_name: str, like: Tensor) -> None
         )
 
 
+def integer(name: str, value: Any) -> int:
+    """An int, of numpy too; a bool, a float or a tensor is refused, whatever it holds."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise ContractTypeError(f"`{name}` must be an int, got {type(value).__name__}")
+    return int(value)
+
+
+def boundaries_device(cu: Tensor, like_name: str, like: Tensor) -> None:
+    """cu_seqlens lies where the call does, or on the host."""
+    if cu.device != like.device and cu.device.type != "cpu":
+        raise ContractError(
+            f"`cu_seqlens` must be on the device of `{like_name}`, {like.device}, or on the CPU, "
+            f"got {cu.device}"
+        )
+
+
 def number(name: str, value: Any) -> float:
     """A finite real number as float; a bool or a tensor is refused."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):

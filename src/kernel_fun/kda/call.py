@@ -227,7 +227,7 @@ def bind(arguments: dict[str, Any]) -> Call:
         )
         state_v_first = check.flag("transpose_state_layout", kwargs["transpose_state_layout"])
     chunk_size = kwargs.get("chunk_size", BT)
-    if chunk_size not in (32, 64):
+    if check.integer("chunk_size", chunk_size) not in (32, 64):
         raise ContractError(f"`chunk_size` must be either 32 or 64 for KDA, got {chunk_size!r}")
 
     split = None if cp_context is None else context_parallel.read(cp_context)
@@ -320,6 +320,7 @@ def _packing(a: dict[str, Any], q: Tensor) -> int | None:
         return None
     cu = check.is_tensor("cu_seqlens", cu)
     check.dtype("cu_seqlens", cu, (torch.int64, torch.int32))
+    check.boundaries_device(cu, "q", q)
     if cu.dim() != 1 or cu.numel() < 1:
         raise ContractError(f"`cu_seqlens` must have shape [N+1], got {list(cu.shape)}")
     N = cu.numel() - 1
@@ -334,11 +335,11 @@ def _packing(a: dict[str, Any], q: Tensor) -> int | None:
             f"i.e. `initial_state` must have {N} rows, got {h0.shape[0] if h0.dim() else 0}"
         )
     if a["use_graph"]:
-        limit = N if max_num_seqs is None else max_num_seqs
+        limit = N if max_num_seqs is None else check.integer("max_num_seqs", max_num_seqs)
         if limit != N:
             raise ContractError(
                 f"`cu_seqlens` must hold exactly max_num_seqs + 1 entries = {limit + 1} with use_graph "
-                f"(pad it with empty sequences), got {N + 1}: `max_num_seqs + 1 entries`"
+                f"(pad it with empty sequences), got {N + 1}"
             )
     if cu_cpu is not None:
         cu_cpu = check.is_tensor("cu_seqlens_cpu", cu_cpu)
@@ -394,14 +395,19 @@ def _gate(
             raise ContractError(f"`lower_bound` must be in the safe range [-5, 0), got {lower_bound}")
         if not lower_bound < 0:
             raise ContractError(f"`lower_bound` must be negative, got {lower_bound}")
-    for name, value, letters in (("A_log", A_log, "HV"), ("dt_bias", dt_bias, "HV*K")):
+    HV, K = sizes["HV"], sizes["K"]
+    for name, value in (("A_log", A_log), ("dt_bias", dt_bias)):
         if value is None:
             continue
         tensor = check.is_tensor(name, value)
-        count = sizes["HV"] * (sizes["K"] if name == "dt_bias" else 1)
-        if tensor.numel() != count:
+        given = list(tensor.shape)
+        if name == "A_log" and (tensor.numel() != HV or max(given, default=1) != HV):
             raise ContractError(
-                f"`{name}` must have {letters} = {count} elements, got shape {list(tensor.shape)}"
+                f"`A_log` must have HV = {HV} elements in one dimension (others may be 1), got shape {given}"
+            )
+        if name == "dt_bias" and given not in ([HV * K], [HV, K]):
+            raise ContractError(
+                f"`dt_bias` must have shape [HV*K] = [{HV * K}] or [HV, K] = [{HV}, {K}], got {given}"
             )
         check.dtype(name, tensor, _floats())
         check.same_device(name, tensor, "q", q)

@@ -91,12 +91,14 @@ def chunk_kda(
             in-kernel gate it requires ``lower_bound`` in [-5, 0), as in fla.
         lower_bound: Least log decay of the bounded gate.
         disable_recompute: Keep chunk states and new values for the backward instead of rebuilding them:
-            more memory, less work, the same bits. The eager backend does so for float32 and float64.
+            more memory, less work, the same bits. The eager backend does so for float32 and float64. Not
+            together with ``return_intermediate_states``.
         return_intermediate_states: Also return the state at each chunk's start, in k's dtype
-            (``[B, ceil(T/chunk_size), HV, K, V]``, packed ``[1, chunks, HV, K, V]``). Inference mode only.
+            (``[B, ceil(T/chunk_size), HV, K, V]``, packed ``[1, chunks, HV, K, V]``). Only in
+            ``torch.inference_mode()``, and with ``disable_recompute=False``.
         state_v_first: All states are ``[..., V, K]``.
-        cu_seqlens: ``[N + 1]`` int32 or int64 boundaries of packed sequences; B must be 1. Sequences may be
-            empty; rows past the last boundary give zero outputs and gradients.
+        cu_seqlens: ``[N + 1]`` int32 or int64 boundaries of packed sequences, on q's device or the CPU; B
+            must be 1. Sequences may be empty; rows past the last boundary give zero outputs and gradients.
         cu_seqlens_cpu: The same on the CPU; spares a wait for the device.
         cp_context: The tensors are this rank's part of a packed batch that :func:`build_cp_context`, or that
             of fla, cut over a process group; its boundaries replace ``cu_seqlens``. Every rank of the group
@@ -107,9 +109,9 @@ def chunk_kda(
             ends, 0 elsewhere. Gradients of A_log and dt_bias are those of the local tokens, unless the
             context says ``reduce_gradients``.
         use_graph, max_num_seqs: Accepted; ``cu_seqlens`` must then have ``max_num_seqs + 1`` entries.
-        **kwargs: ``A_log`` (HV elements), ``dt_bias`` (HV*K elements), ``chunk_size`` (32 or 64: the spacing
-            of intermediate states; the result does not depend on it), ``transpose_state_layout``
-            (deprecated name of ``state_v_first``).
+        **kwargs: ``A_log`` (HV elements), ``dt_bias`` (``[HV*K]`` or ``[HV, K]``), ``chunk_size`` (32 or 64:
+            the spacing of intermediate states; the result does not depend on it),
+            ``transpose_state_layout`` (deprecated name of ``state_v_first``).
 
     Returns:
         ``(o, final_state)``, o ``[B, T, HV, V]`` in q's dtype and final_state float32 or None; with
