@@ -39,5 +39,6 @@ def versions() -> dict[str, str | None]:
 
 
 def warmup(target: Any, **settings: Any) -> Any:
-    """:func:`kernel_fun.warming.warmup`: make every kernel of a model, or of a list of problems, ready."""
+    """:func:`kernel_fun.warming.warmup`: make every kernel of a model, or of a list of problems
+    (``kernel_fun.kda.call.Problem``, ``kernel_fun.cconv.call.Problem``), ready."""
     return importlib.import_module("kernel_fun.warming").warmup(target, **settings)

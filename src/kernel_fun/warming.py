@@ -46,9 +46,10 @@ def warmup(
     """Run every problem once, forward and backward, so that the first training step meets no compiler.
 
     Args:
-        target: A model with KDA layers of fla or transformers (see :func:`problems_of`), or problems:
-            ``kernel_fun.kda.call.Problem`` and ``kernel_fun.cconv.call.Problem``. Kernels depend on head
-            sizes, dtypes and flags; B, T and N may be anything.
+        target: A model with KDA layers of fla or transformers (see :func:`problems_of`), or problems, the
+            facts of a call without its tensors: ``kernel_fun.kda.call.Problem`` and
+            ``kernel_fun.cconv.call.Problem``. Kernels depend on head sizes, dtypes and flags; B, T and N may
+            be anything.
         device: Where the model will run; default where it is, and of problems ``cuda``.
         dtype: Of activations, for a model; default that of its projections.
 
@@ -60,7 +61,17 @@ def warmup(
             problem gives a value that is not finite; or a kernel stayed cold: running the problems again
             made another kernel ready.
         ValueError: there is nothing to warm.
-        TypeError: ``dtype`` is no floating-point dtype.
+        TypeError: ``dtype`` is no floating-point dtype, or the target neither a model nor problems.
+
+    Training with dense and with packed sequences, bfloat16, the gate, beta and norms in the kernel::
+
+        from kernel_fun.kda.call import Problem
+
+        dense = Problem(
+            B=1, T=1, H=16, HV=16, K=128, V=128,
+            gate="softplus", beta_mode="sigmoid", l2norm=True, needs_grad=True,
+        )
+        kernel_fun.warmup([dense, replace(dense, N=2)])
     """
     import torch
 
