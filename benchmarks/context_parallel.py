@@ -2,7 +2,7 @@
 
 Every rank times the same calls; a time is that of the slowest rank, from a barrier to the end of its work.
 ``kda.fwdbwd`` on one rank has the whole sequence, on N ranks each has its part. Efficiency is the time of one
-rank over N times that of N.
+rank over N times that of N. Rows of another layout than contiguous say so behind the shape's name.
 
 fla takes the launch configs kept in benchmarks/data where there are such, unless FLA_CACHE_MODE is set;
 those of its kernels that are in none are searched.
@@ -26,6 +26,7 @@ from torch.multiprocessing.spawn import start_processes
 
 import kernel_fun
 from kernel_fun._common import support
+from kernel_fun._common.context_parallel import LAYOUTS
 from kernel_fun.bench import machine, record, suite, timing
 from kernel_fun.bench.record import Record, Row, Skipped
 from kernel_fun.bench.timing import Quantiles
@@ -44,12 +45,16 @@ Timed = tuple[str, str, str, int, list[float], list[float], int]
 """Shape, pass, candidate, ranks, ms of the rounds, ms of them in all-gathers, peak bytes."""
 
 
-def measure(world: int, shapes: Sequence[str], gate: str, candidates: Sequence[str]) -> Record:
+def measure(
+    world: int, shapes: Sequence[str], gate: str, candidates: Sequence[str], layout: str = LAYOUTS[0]
+) -> Record:
     """A record of one rank beside ``world`` of them.
 
     Raises:
-        ValueError: there are fewer GPUs, or a shape has not one row, or lengths, or is unknown.
+        ValueError: there are fewer GPUs, or a shape has not one row, or lengths, or it or `layout` is unknown.
     """
+    if layout not in LAYOUTS:
+        raise ValueError(f"`--layout` must be one of {', '.join(LAYOUTS)}, got {layout!r}")
     if not 1 < world <= torch.cuda.device_count():
         raise ValueError(f"`--cp` must be 2 to the number of GPUs, {torch.cuda.device_count()}, got {world}")
     for name in shapes:
@@ -62,7 +67,7 @@ def measure(world: int, shapes: Sequence[str], gate: str, candidates: Sequence[s
             stack.enter_context(kept.kept_configs(kept.archives(), *heads, exactly=True))
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         answers = context.SimpleQueue()
-        args = (world, str(Path(folder) / "store"), tuple(shapes), gate, tuple(candidates), answers)
+        args = (world, str(Path(folder) / "store"), tuple(shapes), gate, tuple(candidates), layout, answers)
         start_processes(_rank, args, nprocs=world, start_method="spawn")  # raises what a rank raises
         timed, skipped = answers.get()
     device = torch.device("cuda", 0)
@@ -88,10 +93,15 @@ def measure(world: int, shapes: Sequence[str], gate: str, candidates: Sequence[s
                 where = where if bench != "all-gathers" else f"{where}, of kda.{what}"
                 quantiles = Quantiles(*torch.tensor(times).quantile(torch.tensor([0.2, 0.5, 0.8])).tolist())
                 taken.rows.append(
-                    Row(where, name, gate, "bfloat16", candidate, quantiles, len(times), peak, None, None, {},
-                        work.flops, work.bytes)
+                    Row(where, in_layout(name, layout), gate, "bfloat16", candidate, quantiles, len(times),
+                        peak, None, None, {}, work.flops, work.bytes)
                 )  # fmt: skip
     return taken
+
+
+def in_layout(shape: str, layout: str) -> str:
+    """What a record calls a shape that is cut in a layout."""
+    return shape if layout == LAYOUTS[0] else f"{shape}, {layout}"
 
 
 def efficiencies(taken: Record, world: int) -> list[tuple[str, str, str, float]]:
@@ -113,6 +123,7 @@ def _rank(
     shapes: Sequence[str],
     gate: str,
     candidates: Sequence[str],
+    layout: str,
     answers: Any,
 ) -> None:
     torch.cuda.set_device(rank)
@@ -129,10 +140,10 @@ def _rank(
         for name in shapes:
             for candidate in candidates:
                 try:
-                    timed += _candidate(SHAPES[name], gate, candidate, rank, world)
+                    timed += _candidate(SHAPES[name], gate, candidate, rank, world, layout)
                 except (RuntimeError, NotImplementedError) as error:  # refusals, alike on every rank
                     reason = str(error).partition("\n")[0]
-                    skipped.append(Skipped("kda.fwdbwd", name, gate, candidate, reason))
+                    skipped.append(Skipped("kda.fwdbwd", in_layout(name, layout), gate, candidate, reason))
                 torch.cuda.empty_cache()
         if rank == 0:
             answers.put((timed, skipped))
@@ -140,7 +151,7 @@ def _rank(
         dist.destroy_process_group()
 
 
-def _candidate(shape: Shape, gate: str, candidate: str, rank: int, world: int) -> list[Timed]:
+def _candidate(shape: Shape, gate: str, candidate: str, rank: int, world: int, layout: str) -> list[Timed]:
     """One rank and ``world`` of them: the calls of one implementation."""
     device = torch.device("cuda", rank)
     found: list[Timed] = []
@@ -152,7 +163,7 @@ def _candidate(shape: Shape, gate: str, candidate: str, rank: int, world: int) -
         }
         function, context = kda.function(candidate)
         if ranks > 1:
-            inputs["cp_context"] = _context(candidate, shape.T, device)
+            inputs["cp_context"] = _context(candidate, shape.T, device, layout)
         for what in PASSES:
             do = case.upstream["do"] if what == "fwdbwd" else None
             step = _step(function, context, inputs, do)
@@ -175,18 +186,18 @@ def _step(function: Callable[..., Any], context: Callable[[], Any], inputs: dict
     return step
 
 
-def _context(candidate: str, T: int, device: torch.device) -> Any:
+def _context(candidate: str, T: int, device: torch.device, layout: str) -> Any:
     cu_seqlens, group = torch.tensor([0, T]), dist.group.WORLD
     assert group is not None
     if candidate == "fla":
         from fla.ops.cp import build_cp_context  # pyright: ignore
 
         return build_cp_context(  # pyright: ignore
-            cu_seqlens.to(device), group=group, cu_seqlens_cpu=cu_seqlens
+            cu_seqlens.to(device), group=group, cu_seqlens_cpu=cu_seqlens, layout=layout
         )
     from kernel_fun.kda import build_cp_context
 
-    return build_cp_context(cu_seqlens, group)
+    return build_cp_context(cu_seqlens, group, layout=layout)
 
 
 def _time(step: Step) -> tuple[list[float], list[float]]:

@@ -142,6 +142,19 @@ class TestRender:
         (line,) = [text for text in render.ranks_table(tmp_path) if "kimi_64k" in text]
         assert "| kda.fwd | sm90 | 2 | 8 | 5 | 80 % | 0.5 |" in line
 
+    def test_layouts_have_rows_of_their_own(self, tmp_path: Path) -> None:
+        for day, layout, ms in (("1", "", 5.0), ("2", ", zigzag", 6.0)):
+            taken = replace(a_record(f"2026-01-0{day}T00:00:00Z"), device="cuda")
+            for bench, time in (("kda.fwd, 1 rank", 8.0), ("kda.fwd, 2 ranks", ms)):
+                row = replace(a_record("", sm90=time).rows[0], bench=bench, shape=f"kimi_64k{layout}")
+                taken.rows.append(row)
+            self.results(tmp_path, taken)
+        plain, zigzag = (text for text in render.ranks_table(tmp_path) if "kimi_64k" in text)
+        assert "| kimi_64k (B1 T65536 H32 K128 V128) |" in plain
+        assert "| 8 | 5 | 80 % |" in plain
+        assert "| kimi_64k (B1 T65536 H32 K128 V128), zigzag |" in zigzag
+        assert "| 8 | 6 | 67 % |" in zigzag
+
     def test_check_finds_a_stale_readme_and_changes_nothing(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:

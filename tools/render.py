@@ -198,7 +198,8 @@ def ranks_table(root: Path) -> list[str]:
         gathers = ms.get((shape, gate, name, "all-gathers", ranks, f", of {what}"))
         share = f"{100 * alone / (int(ranks) * ms[key]):.0f} %"
         waits = "-" if gathers is None else f"{gathers:.3g}"
-        sizes = _suite_shapes().get(shape, shape)
+        base, comma, layout = shape.partition(", ")
+        sizes = f"{_suite_shapes().get(base, base)}{comma}{layout}"
         lines.append(_cells([sizes, gate, what, name, ranks, f"{alone:.3g}", f"{ms[key]:.3g}", share, waits]))
     notes = dict.fromkeys(_note(m.record) for rows in cases.values() for m in rows.values())
     return [*lines, "", *notes]

@@ -8,13 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from kernel_fun._common import config
-from kernel_fun.kda import build_cp_context, chunk_kda
+from kernel_fun.kda import build_cp_context, chunk_kda, context_rows
 from kernel_fun.testing import TOLERANCE
 
 F64 = torch.float64
@@ -40,6 +41,8 @@ class Problem:
     reduce: bool = False
     backend: str = "eager"
     device: str = "cpu"
+    rows: int | None = None
+    """A piece of one sequence is cut into."""
 
     @property
     def gated(self) -> bool:
@@ -126,7 +129,7 @@ def on_rank(group: Any, p: Problem) -> dict[str, Any]:
     x = {n: t.clone().requires_grad_() for n, t in x.items()}
     do, dht = p.upstream()
     gathers, watched = count_gathers()
-    with watched:
+    with watched, patch.object(context_rows, "ROWS", p.rows):
         o, ht = p.call(x, cp_context=context)
         forward = len(gathers)
         p.loss(o, ht, where.shard(do), dht[members]).backward()
@@ -221,7 +224,7 @@ def errors(p: Problem, parts: list[dict[str, Any]]) -> list[Errors]:
 
 WORLDS = 2, 4
 LAYOUTS = "contiguous", "zigzag"
-ON_HOPPER = {"one": (0, 4096), "packed": (0, 700, 701, 3000, 4096)}
+ON_HOPPER = {"one": (0, 4096), "one in rows": (0, 4096), "packed": (0, 700, 701, 3000, 4096)}
 """Boundaries of what is cut over processes that share a Hopper GPU."""
 
 
@@ -236,4 +239,5 @@ def on_hopper(packing: str, layout: str) -> Problem:
         dtype=torch.bfloat16,
         backend="sm90",
         device="cuda",
+        rows=2 if packing == "one in rows" else None,
     )

@@ -235,7 +235,9 @@ def with_decay_totals(group: Any, p: Problem) -> tuple[dict[str, Any], set[str]]
         """``[chunks, HV, K]``; of a packed call with a row for every chunk that its tokens could have."""
         lay = layout(call)
         a = operands.decays(lay, call, slice(0, lay.NT), F64).prod(1).unflatten(0, (lay.NT, p.HV))
-        rows = -(-call.q.shape[1] // 64) + (0 if call.cu_seqlens is None else call.cu_seqlens.numel() - 1)
+        rows = call.q.shape[0] * -(-call.q.shape[1] // 64) + (
+            0 if call.cu_seqlens is None else call.cu_seqlens.numel() - 1
+        )
         return torch.cat((a, a.new_full((rows - lay.NT, *a.shape[1:]), float("nan"))))
 
     def giving(stage: Any) -> Any:
@@ -270,8 +272,8 @@ def test_every_chunk_keeps_its_decay(packing: str, layout: str, ranks: Ranks) ->
     p = Problem(PACKINGS[packing], layout)
     answers = ranks.run(3, with_decay_totals, p)
     compare(p, [part for part, _ in answers])
-    # a rank that one sequence fills makes dense calls only
-    sizes = ("one",) if (packing, layout) == ("one sequence", "contiguous") else ("one", "many")
+    # a rank whose pieces hold one sequence each makes dense calls only
+    sizes = ("one",) if packing == "one sequence" else ("one", "many")
     expected = {f"{stage} of {n}" for stage in ("fwd_state", "bwd_state") for n in sizes}
     assert set().union(*(read for _, read in answers)) == expected
 
@@ -279,7 +281,7 @@ def test_every_chunk_keeps_its_decay(packing: str, layout: str, ranks: Ranks) ->
 def order_of_work(group: Any, p: Problem) -> tuple[list[str], list[int]]:
     """What a forward and a backward do, in order, and over how many slots each fold goes."""
     from kernel_fun._common.exchange import Exchange
-    from kernel_fun.kda import context_parallel
+    from kernel_fun.kda import context_parallel, context_rows
     from kernel_fun.kda._kernels.eager import bwd_grads, bwd_state, fwd_intra, fwd_state
 
     done: list[str] = []
@@ -294,7 +296,7 @@ def order_of_work(group: Any, p: Problem) -> tuple[list[str], list[int]]:
         return told
 
     def folding(
-        gathered: Any, split: Any, slots: range, *rest: Any, fold: Any = context_parallel._fold
+        gathered: Any, split: Any, slots: range, *rest: Any, fold: Any = context_parallel.fold
     ) -> Any:
         folds.append(len(slots))
         return fold(gathered, split, slots, *rest)
@@ -306,7 +308,8 @@ def order_of_work(group: Any, p: Problem) -> tuple[list[str], list[int]]:
     patch.setattr(Exchange, "send", telling("send", Exchange.send))
     patch.setattr(Exchange, "arrive", telling("arrive", Exchange.arrive))
     patch.setattr(Exchange, "confirm", telling("confirm", Exchange.confirm))
-    patch.setattr(context_parallel, "_fold", folding)
+    patch.setattr(context_parallel, "fold", folding)
+    patch.setattr(context_rows, "fold", folding)
     try:
         on_rank(group, p)
     finally:
@@ -320,13 +323,14 @@ def test_the_gather_is_in_flight_during_other_work_and_folds_touch_only_their_se
     )
     # Forward: the last sequence of a rank goes on: its part of fwd_intra and its summary, then the rest while
     # waiting. Backward: a summary of the first sequence if it began elsewhere, and the rescan while waiting; who
-    # waits for nobody scans in reverse once, and first. What was told is read when all work is queued.
+    # waits for nobody scans in reverse once, and first. What was told is read when all work is queued, and if no
+    # work needs what was sent, the gather is not waited for before.
     forward = ["send", "intra", "arrive", "state", "confirm"]
     begins = ["intra", "state", *forward]
     backward = ["send", "state", "arrive", "reverse", "grads", "confirm"]
     assert first == begins + backward
     assert second == third == [*begins, "reverse", *backward]
-    assert last == [*forward, "reverse", "send", "state", "arrive", "grads", "confirm"]
+    assert last == [*forward, "reverse", "send", "state", "grads", "arrive", "confirm"]
     # forward over the slots before, backward over those after
     assert (folds_1, folds_2, folds_3, folds_4) == ([1], [1, 1], [1, 1], [1])
     for _, folds in ranks.run(4, order_of_work, Problem(PACKINGS["boundaries at every rank"])):
@@ -390,7 +394,7 @@ def failing(group: Any, p: Problem, bad: int, how: str) -> str:
                 with torch.no_grad():
                     x["v"].mul_(2)
             if rank == bad and how == "a gradient without room for states":
-                patch.setattr("kernel_fun.kda.context_parallel._with_states", broken)
+                patch.setattr("kernel_fun.kda.context_rows.zeros", broken)
             o.sum().backward()
     except BaseException as error:
         return f"{type(error).__name__}: {error}"

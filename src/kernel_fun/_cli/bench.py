@@ -31,6 +31,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="timing budget of one case, all candidates together (default: 10)")  # fmt: skip
     add("--cold", action="store_true", help="also time the first call of a fresh process on a GPU")
     add("--cp", type=int, metavar="N", help="one sequence over N GPUs of this host, beside one of them")
+    add("--layout", metavar="NAME", default="contiguous",
+        help="with --cp: contiguous or zigzag (default: contiguous)")  # fmt: skip
     add("--out", type=Path, metavar="PATH",
         help="record to write, a .json file or a directory (default: none)")  # fmt: skip
     add("--commit", metavar="ID", help="commit of a clean copy that has no git, for the record")
@@ -88,7 +90,7 @@ def _context_parallel(args: argparse.Namespace, screen: Screen) -> tuple[int, di
     family: Any = suite.load("context_parallel")
     gate = (args.gate or ["softplus_random"])[0]
     candidates = family.candidates_here(args.candidate)
-    taken = family.measure(args.cp, args.shape or family.DEFAULT, gate, candidates)
+    taken = family.measure(args.cp, args.shape or family.DEFAULT, gate, candidates, args.layout)
     taken.made_at(args.commit)
     screen.table(
         f"{taken.gpu}, {gate}, bfloat16",

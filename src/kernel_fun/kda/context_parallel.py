@@ -10,6 +10,9 @@ the summaries from the slot where it began (whose S_loc starts from the caller's
 ordinary scan runs with that. Backward: the mirror image, from the slot where the sequence ends. M is needed
 only of slots that one sequence fills, and is kept for the backward.
 
+Here are pieces with several sequences; where each of a rank's pieces holds one, :mod:`context_rows` cuts it
+into rows that fill the GPU.
+
 The backward scans in reverse once on a rank that waits for no other, before the exchange, and rebuilds the
 chunk states, which need nothing from later, while the exchange is in flight.
 
@@ -22,15 +25,29 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from kernel_fun._common.exchange import Exchange, agreed_size, failing, reduce_over
-from kernel_fun.kda import chain
+from kernel_fun.kda import chain, context_rows
 from kernel_fun.kda.autograd import _NoDoubleBackward, intermediate_states, undisturbed
 from kernel_fun.kda.call import TENSORS, Call
 from kernel_fun.kda.stages import BwdState, FwdIntra, FwdState, Grads, Intra, ReverseScan
+from kernel_fun.kda.summaries import (
+    Carried,
+    as_asked,
+    final_states,
+    fold,
+    k_first,
+    message,
+    part,
+    sizes,
+    unread,
+    wide,
+    without,
+    zeros,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,12 +69,12 @@ def failing_together(arguments: dict[str, Any]) -> AbstractContextManager[None]:
         given = {
             n: x for n, x in {**arguments, **gate}.items() if isinstance(x, torch.Tensor) and n in TENSORS
         }
-        sizes = _sizes_told(given, bool(arguments["state_v_first"] or kwargs.get("transpose_state_layout")))
-        if sizes is None:
+        told = _sizes_told(given, bool(arguments["state_v_first"] or kwargs.get("transpose_state_layout")))
+        if told is None:
             return None
-        wide = any(x.dtype == torch.float64 for x in given.values())
-        dtype, device = torch.float64 if wide else torch.float32, next(iter(given.values())).device
-        return Exchange(split, FORWARD, _shape(split, *sizes), dtype, device)
+        is_wide = any(x.dtype == torch.float64 for x in given.values())
+        dtype, device = torch.float64 if is_wide else torch.float32, next(iter(given.values())).device
+        return Exchange(split, FORWARD, message(split, *told), dtype, device)
 
     return failing(arguments["cp_context"], exchange)
 
@@ -128,33 +145,23 @@ class ContextParallelKDA(torch.autograd.Function):
         return (None, None, *results)
 
 
-class Carried(NamedTuple):
-    """What a backward needs of the exchange of its forward."""
-
-    states: Tensor
-    """State at the start of each piece's first sequence, ``[pieces, HV, K, V]``; 0 where it begins there."""
-    transitions: Tensor
-    """M of each piece that one sequence fills, ``[such pieces, HV, K, K]``."""
-
-
 def forward(call: Call, plan: Plan) -> tuple[chain.Forward, Carried]:
-    """Summaries, one all-gather, the fold, the ordinary scan.
-
-    What the summaries need of fwd_intra comes first; the rest of it runs while the gather is in flight.
-    """
+    """Summaries, one all-gather, the fold, the ordinary scan."""
     split = _split(call)
     exchange = _exchange(call, split, FORWARD, plan)()
     with exchange.or_tell():
-        return _forward(_plain(call, split), plan, split, exchange)
+        path = context_rows.forward if context_rows.holds(split) else _forward
+        return path(call, plan, split, exchange)
 
 
 def _forward(call: Call, plan: Plan, split: Split, exchange: Exchange) -> tuple[chain.Forward, Carried]:
-    """:func:`forward`, told of where it raises."""
+    """Of pieces with several sequences. What the summaries need of fwd_intra comes first; the rest of it runs
+    while the gather is in flight."""
     runs, done = _runs(split), dict[int, Intra]()
     transitions: list[Tensor] = []
     fwd_intra = cast(FwdIntra, plan.load("fwd_intra"))
     fwd_state = cast(FwdState, plan.load("fwd_state"))
-    summaries = _zeros(call, _shape(split, *_sizes(call)))
+    summaries = zeros(call, message(split, *sizes(call)))
     for i, piece in enumerate(split.pieces):
         if not piece.post:
             continue
@@ -172,16 +179,16 @@ def _forward(call: Call, plan: Plan, split: Split, exchange: Exchange) -> tuple[
             chain._settle(call)
     intra = _join(call, split, runs, done)
     gathered = exchange.arrive()
-    states = _zeros(call, (len(split.pieces), *_sizes(call)))
+    states = zeros(call, (len(split.pieces), *sizes(call)))
     for i, piece in enumerate(split.pieces):
         if piece.pre:
-            states[i] = _fold(gathered, split, range(piece.slot - piece.pre, piece.slot), call)
+            states[i] = fold(gathered, split, range(piece.slot - piece.pre, piece.slot), call.v.shape[3])
     keep = call.return_intermediate_states or (call.disable_recompute and plan.problem.needs_grad)
     scan = fwd_state(_with_states(call, split, states), intra, keep=keep)
     exchange.confirm()
     chain._settle(call)
     assert scan.o is not None
-    ht = None if scan.ht is None else _without(scan.ht, split.ended_elsewhere())
+    ht = None if scan.ht is None else without(scan.ht, split.ended_elsewhere())
     kept = torch.stack(transitions) if transitions else states.new_empty(0)
     return chain.Forward(scan.o, ht, scan.h, scan.v_new, intra), Carried(states, kept)
 
@@ -197,22 +204,44 @@ def backward(
 ) -> tuple[Grads, Tensor | None]:
     """The mirror image of :func:`forward`. Returns the gradients and that of the caller's initial state."""
     split = _split(call)
-    call = _plain(call, split)
     do, dht = upstream
-    whole = _with_states(call, split, carried.states)
-    scan: ReverseScan | None = None
     if do is None:
         do = call.v.new_zeros(call.v.shape, dtype=call.q.dtype)
+    path = context_rows.backward if context_rows.holds(split) else _backward
+    grads, dh0 = path(call, plan, split, exchange, intra, carried, (do, dht), kept)
+    dh0 = None if call.initial_state is None or dh0 is None else dh0.to(call.initial_state.dtype)
+    if split.reduce_gradients:
+        dA_log, ddt_bias = reduce_over(split, grads.dA_log, grads.ddt_bias)
+        grads = grads._replace(dA_log=dA_log, ddt_bias=ddt_bias)
+    return grads, dh0
+
+
+def _backward(
+    call: Call,
+    plan: Plan,
+    split: Split,
+    exchange: Exchange,
+    intra: Intra,
+    carried: Carried,
+    upstream: tuple[Tensor, Tensor | None],
+    kept: tuple[Tensor | None, Tensor | None],
+) -> tuple[Grads, Tensor | None]:
+    """Of pieces with several sequences."""
+    do, dht = upstream
+    assert carried.states is not None
+    assert carried.transitions is not None
+    whole = _with_states(call, split, carried.states)
+    scan: ReverseScan | None = None
     bwd_state = cast(BwdState, plan.load("bwd_state"))
-    summaries = _zeros(call, _shape(split, *_sizes(call)))
+    summaries = zeros(call, message(split, *sizes(call)))
     local = summaries[..., : call.v.shape[3]]
     if not split.ended_elsewhere():
         chunks = sum(_chunks(split, n, call.BT) for n in range(len(split.bounds) - 1))
-        scan = bwd_state(whole, intra, do, dht, *_unread(whole, chunks))
+        scan = bwd_state(whole, intra, do, dht, *unread(whole, chunks))
         for i, piece in enumerate(split.pieces):
             if piece.pre:
                 assert scan.dh0 is not None
-                local[i] = _k_first(scan.dh0[piece.first], call)
+                local[i] = k_first(scan.dh0[piece.first], call)
     else:
         transitions = iter(carried.transitions)
         for i, piece in enumerate(split.pieces):
@@ -236,40 +265,23 @@ def backward(
         scan = bwd_state(whole, intra, do, dht, h, v_new)
     grads = chain.gradients(whole, plan, intra, scan._replace(h=h, v_new=v_new), do)
     exchange.confirm()
-    dh0 = scan.dh0
-    if call.initial_state is None or dh0 is None:
-        dh0 = None
-    else:
-        dh0 = _without(dh0, split.begun_elsewhere()).to(call.initial_state.dtype)
-    if split.reduce_gradients:
-        dA_log, ddt_bias = reduce_over(split, grads.dA_log, grads.ddt_bias)
-        grads = grads._replace(dA_log=dA_log, ddt_bias=ddt_bias)
-    return grads, dh0
+    return grads, None if scan.dh0 is None else without(scan.dh0, split.begun_elsewhere())
 
 
 def _summary(rows: Call, intra: Intra, call: Call, split: Split, piece: Piece, fwd_state: FwdState) -> Tensor:
     """[S_loc | M] ``[HV, K, V + K]`` of a piece's last sequence; where it begins in the piece, the state it
     reaches from its initial state, and M = 0: nothing is folded into it."""
-    HV, K, V = _sizes(call)
+    HV, K, V = sizes(call)
     if not piece.passes_through:
         own = None if call.initial_state is None else call.initial_state[piece.last : piece.last + 1]
-        start = None if own is None else _k_first(own, call)
-        ht = _final_state(rows, intra, start, fwd_state)
+        start = None if own is None else k_first(own, call)
+        ht = final_states(rows, intra, start, fwd_state)[0]
         return torch.cat((ht, ht.new_zeros(HV, K, K)), -1)
     B, L = rows.q.shape[:2]
     values = torch.cat((rows.v, rows.v.new_zeros(B, L, HV, K)), -1)
-    identity = torch.eye(K, dtype=_wide(call), device=call.q.device)
+    identity = torch.eye(K, dtype=wide(call), device=call.q.device)
     start = torch.cat((identity.new_zeros(K, V), identity), -1).expand(1, HV, K, V + K)
-    return _final_state(rows.like(notes=rows.notes, v=values), intra, start, fwd_state)
-
-
-def _final_state(rows: Call, intra: Intra, start: Tensor | None, fwd_state: FwdState) -> Tensor:
-    notes = rows.notes.of(rows.v, start)
-    scan = fwd_state(
-        rows.like(notes=notes, initial_state=start, output_final_state=True), intra, keep=False, output=False
-    )
-    assert scan.ht is not None
-    return scan.ht[0]
+    return final_states(rows.like(notes=rows.notes, v=values), intra, start, fwd_state)[0]
 
 
 def _gradient(
@@ -282,61 +294,31 @@ def _gradient(
     bwd_state: BwdState,
 ) -> Tensor:
     """dS_loc ``[HV, K, V]``: gradient of the state before a piece's first sequence, 0 coming from later."""
-    HV, K, V = _sizes(call)
+    HV, K, V = sizes(call)
     n = piece.first
     lo, hi = split.rows(n)
     rows = _rows(call, split, range(n, n + 1))
     ends_here = not piece.passes_through and dht is not None
-    own = _k_first(dht[n : n + 1], call) if ends_here and dht is not None else None
-    do, start = do[:, lo:hi], _zeros(call, (1, HV, K, V))
+    own = k_first(dht[n : n + 1], call) if ends_here and dht is not None else None
+    do, start = do[:, lo:hi], zeros(call, (1, HV, K, V))
     rows = rows.like(notes=rows.notes.of(do, own), initial_state=start)
-    unread = _unread(rows, _chunks(split, n, rows.BT))
-    scan = bwd_state(rows, _rows_of(intra, split, n, rows.BT), do, own, *unread)
+    states = unread(rows, _chunks(split, n, rows.BT))
+    scan = bwd_state(rows, _rows_of(intra, split, n, rows.BT), do, own, *states)
     assert scan.dh0 is not None
     return scan.dh0[0]
-
-
-def _unread(call: Call, chunks: int) -> tuple[Tensor, Tensor]:
-    """In place of h and v_new: a reverse scan reads neither, it only hands them on."""
-    HV, K, V = _sizes(call)
-    one = call.q.new_empty(1, dtype=_wide(call))
-    return one.expand(chunks, HV, K, V), one.expand(1, call.q.shape[1], HV, V)
 
 
 def _ends(call: Call, split: Split, gathered: Tensor, dht: Tensor | None) -> Tensor:
     """Gradients of the states after the local sequences, in the caller's layout: those of the final states,
     and what came from the ranks where a sequence goes on."""
-    ends = _zeros(call, (len(split.bounds) - 1, *_sizes(call)))
+    ends = zeros(call, (len(split.bounds) - 1, *sizes(call)))
     if dht is not None:
-        ends.copy_(_k_first(dht, call))
+        ends.copy_(k_first(dht, call))
     for piece in split.pieces:
         if piece.post:
             after = range(piece.slot + piece.post, piece.slot, -1)
-            ends[piece.last] = _fold(gathered, split, after, call)
-    return _as_asked(ends, call)
-
-
-def _fold(gathered: Tensor, split: Split, slots: range, call: Call) -> Tensor:
-    """``S = M S + S_loc`` over slots, beginning with the first one's S_loc: ``[HV, K, V]``.
-
-    In float64, where no setting of the process narrows a product and whose cost is that of a few matrices.
-    """
-    V = call.v.shape[3]
-    S: Tensor | None = None
-    for slot in slots:
-        rank, part = split.home(slot)
-        summary = gathered[rank, part].double()
-        local, M = summary[..., :V], summary[..., V:]
-        S = local if S is None else torch.baddbmm(local, M, S)
-    assert S is not None
-    return S.to(_wide(call))
-
-
-def _plain(call: Call, split: Split) -> Call:
-    """The call; a dense one where a single sequence is all this rank has."""
-    if len(split.bounds) > 2:
-        return call
-    return call.like(notes=call.notes.of(), cu_seqlens=None, cu_seqlens_cpu=None)
+            ends[piece.last] = fold(gathered, split, after, call.v.shape[3])
+    return as_asked(ends, call)
 
 
 def _runs(split: Split) -> list[range]:
@@ -360,22 +342,7 @@ def _rows(call: Call, split: Split, sequences: range) -> Call:
         assert call.cu_seqlens is not None
         assert call.cu_seqlens_cpu is not None
         cu, cu_cpu = call.cu_seqlens[at] - lo, call.cu_seqlens_cpu[at] - lo
-    q, k, v, g, beta = (x[:, lo:hi] for x in (call.q, call.k, call.v, call.g, call.beta))
-    return call.like(
-        notes=call.notes.of(q, k, v, g, beta, cu),
-        q=q,
-        k=k,
-        v=v,
-        g=g,
-        beta=beta,
-        initial_state=None,
-        output_final_state=False,
-        state_v_first=False,
-        cu_seqlens=cu,
-        cu_seqlens_cpu=cu_cpu,
-        verbatim={},
-        memo={},
-    )
+    return part(call, lambda x: x[:, lo:hi], cu, cu_cpu)
 
 
 def _join(call: Call, split: Split, runs: list[range], done: dict[int, Intra]) -> Intra:
@@ -426,30 +393,14 @@ def _with_states(call: Call, split: Split, states: Tensor) -> Call:
     begun = split.begun_elsewhere()
     if not begun:
         return call
-    every = _zeros(call, (len(split.bounds) - 1, *_sizes(call)))
+    every = zeros(call, (len(split.bounds) - 1, *sizes(call)))
     if call.initial_state is not None:
-        every.copy_(_k_first(call.initial_state, call))
+        every.copy_(k_first(call.initial_state, call))
     for piece, state in zip(split.pieces, states):
         if piece.pre:
             every[piece.first] = state
-    every = _as_asked(every, call)
+    every = as_asked(every, call)
     return call.like(notes=call.notes.of(every), initial_state=every)
-
-
-def _without(states: Tensor, rows: list[int]) -> Tensor:
-    """States with zeros in the rows of sequences that another rank answers for."""
-    for n in rows:
-        states[n] = 0
-    return states
-
-
-def _k_first(states: Tensor, call: Call) -> Tensor:
-    return (states.mT if call.state_v_first else states).to(_wide(call))
-
-
-def _as_asked(states: Tensor, call: Call) -> Tensor:
-    """K-first states in the caller's layout."""
-    return states.mT.contiguous() if call.state_v_first else states
 
 
 def _split(call: Call) -> Split:
@@ -472,25 +423,4 @@ def _exchange(call: Call, split: Split, what: str, plan: Plan) -> Callable[[], E
         "A_log": call.A_log is None,
         "dt_bias": call.dt_bias is None,
     }
-    return partial(Exchange, split, what, _shape(split, *_sizes(call)), _wide(call), call.q.device, agreed)
-
-
-def _shape(split: Split, HV: int, K: int, V: int) -> tuple[int, ...]:
-    """What a rank gives to an all-gather: ``[S | M]`` of each of its pieces."""
-    return (len(split.pieces), HV, K, V + K)
-
-
-def _sizes(call: Call) -> tuple[int, int, int]:
-    """HV, K, V."""
-    HV, V = call.v.shape[2:]
-    return HV, call.q.shape[3], V
-
-
-def _wide(call: Call) -> torch.dtype:
-    """Of states: float64 where an input is, else float32."""
-    wide = any(t is not None and t.dtype == torch.float64 for t in call.tensors())
-    return torch.float64 if wide else torch.float32
-
-
-def _zeros(call: Call, shape: tuple[int, ...]) -> Tensor:
-    return torch.zeros(shape, dtype=_wide(call), device=call.q.device)
+    return partial(Exchange, split, what, message(split, *sizes(call)), wide(call), call.q.device, agreed)

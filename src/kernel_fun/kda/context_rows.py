@@ -1,0 +1,335 @@
+"""Context parallel where every piece of a rank holds one sequence, or its part of one, and nothing else.
+
+A scan of one sequence is serial, and at few heads leaves most of a GPU idle. A rank summarises its tokens for
+the others anyway; summaries of shorter runs cost no more, and let it scan the runs side by side. So the local
+tokens are read as a dense batch of equal rows, those of a piece one after another, without a copy. All rows
+are summarised, composed to what the piece sends, and scanned from starts that follow from what came from
+the ranks before. The backward is the mirror image. A piece in one row needs no more than the exchange does.
+
+What is exchanged does not tell how many rows there were: the other ranks may do as they like.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from kernel_fun._common import device
+from kernel_fun.kda import chain
+from kernel_fun.kda.stages import BwdState, FwdIntra, FwdState, Grads, Intra, ReverseScan
+from kernel_fun.kda.summaries import (
+    Carried,
+    apply,
+    as_asked,
+    compose,
+    final_states,
+    fold,
+    k_first,
+    message,
+    part,
+    sizes,
+    unread,
+    without,
+    zeros,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kernel_fun._common.context_parallel import Split
+    from kernel_fun._common.exchange import Exchange
+    from kernel_fun._common.plan import Plan
+    from kernel_fun.kda.call import Call
+
+TOKENS = 4096
+"""A row has at least so many: composing one more costs as long as a few dozen chunks of all scans."""
+CHUNK = 64
+"""Rows are whole chunks, so that the chunks of a piece are the same however it is cut."""
+ROWS: int | None = None
+"""Of a piece, where a test or a measurement says how many; None: as many as fill the GPU."""
+
+
+def holds(split: Split) -> bool:
+    """Whether every piece is a single local sequence."""
+    return all(piece.first == piece.last for piece in split.pieces)
+
+
+def count(call: Call, split: Split) -> int:
+    """Rows a piece is cut into: as many as fill the GPU with the widest tiles of V that scans have."""
+    if not split.begun_elsewhere() and not split.ended_elsewhere():
+        return 1  # nothing else would need a summary
+    HV, _, V = sizes(call)
+    ctas = len(split.pieces) * HV * (V // 128 if V % 128 == 0 else -(-V // 64))
+    most = min(device.of(call.q.device).sms // ctas, split.piece_rows // TOKENS) if ROWS is None else ROWS
+    return next((n for n in range(most, 1, -1) if split.piece_rows % (n * CHUNK) == 0), 1)
+
+
+def forward(call: Call, plan: Plan, split: Split, exchange: Exchange) -> tuple[chain.Forward, Carried]:
+    """See :func:`kernel_fun.kda.context_parallel.forward`."""
+    S = count(call, split)
+    fwd_intra = cast(FwdIntra, plan.load("fwd_intra"))
+    fwd_state = cast(FwdState, plan.load("fwd_state"))
+    rows = part(call, lambda x: _cut(x, S * len(split.pieces)))
+    gives, takes = bool(split.ended_elsewhere()), bool(split.begun_elsewhere())
+    if not gives:
+        exchange.send(_message(call, split, {}))
+    intra = fwd_intra(rows)
+    chain._settle(call)
+    own = _own(call.initial_state, call, split.begun_elsewhere())
+    composed, transitions = _summaries(split, S, rows, intra, own, fwd_state)
+    chain._settle(call)
+    if gives:
+        given = {i: composed[i][-1] for i, piece in enumerate(split.pieces) if piece.post}
+        exchange.send(_message(call, split, given))
+    gathered = exchange.arrive() if takes else None
+    states = _states(call, split, S, own, _before(gathered, split, call), composed)
+    states = None if states is None else states.flatten(0, 1)
+    keep = call.return_intermediate_states or (call.disable_recompute and plan.problem.needs_grad)
+    whole = rows.like(
+        notes=rows.notes.of(states), initial_state=states, output_final_state=call.output_final_state
+    )
+    scan = fwd_state(whole, intra, keep=keep)
+    if gathered is None:
+        exchange.arrive()
+    exchange.confirm()
+    chain._settle(call)
+    assert scan.o is not None
+    ht = None if scan.ht is None else _asked(scan.ht, S, S - 1, split.ended_elsewhere(), call)
+    # detached: what is a view of another tensor could not be changed in place by who gets it
+    o = _joined(scan.o).detach()
+    return chain.Forward(o, ht, scan.h, scan.v_new, intra), Carried(states, transitions)
+
+
+def backward(
+    call: Call,
+    plan: Plan,
+    split: Split,
+    exchange: Exchange,
+    intra: Intra,
+    carried: Carried,
+    upstream: tuple[Tensor, Tensor | None],
+    kept: tuple[Tensor | None, Tensor | None],
+) -> tuple[Grads, Tensor | None]:
+    """See :func:`kernel_fun.kda.context_parallel.backward`."""
+    n = intra.A.shape[0]
+    S = n // len(split.pieces)
+    bwd_state = cast(BwdState, plan.load("bwd_state"))
+    rows, do = part(call, lambda x: _cut(x, n)), _cut(upstream[0], n)
+    whole = rows.like(notes=rows.notes.of(carried.states), initial_state=carried.states)
+    own = _own(upstream[1], call, split.ended_elsewhere())
+    gives, takes = bool(split.begun_elsewhere()), bool(split.ended_elsewhere())
+    composed: dict[int, Tensor] = {}
+    scan: ReverseScan | None = None
+    if not gives:
+        exchange.send(_message(call, split, {}))
+    if gives and S == 1 and not takes:  # its ordinary reverse scan waits for nobody, and is its summary
+        scan = _reverse(whole, intra, do, own, bwd_state)
+        assert scan.dh0 is not None
+        composed = {i: dh0[None] for i, dh0 in enumerate(scan.dh0)}
+    else:
+        composed = _reverse_summaries(split, S, rows, intra, carried.transitions, do, own, bwd_state)
+    chain._settle(call)
+    if gives:
+        given = {i: composed[i][-1] for i, piece in enumerate(split.pieces) if piece.pre}
+        exchange.send(_message(call, split, given))
+    h, v_new = kept
+    if h is None or v_new is None:
+        states = cast(FwdState, plan.load("fwd_state"))(whole, intra, keep=True, output=False)
+        h, v_new = states.h, states.v_new
+        assert h is not None
+        assert v_new is not None
+    gathered = exchange.arrive() if takes else None
+    if scan is None:
+        ends = _states(call, split, S, own, _after(gathered, split, call), composed)
+        ends = None if ends is None else ends.flip(1).flatten(0, 1)
+        scan = _reverse(whole, intra, do, ends, bwd_state)
+    grads = chain.gradients(whole, plan, intra, scan._replace(h=h, v_new=v_new), do)
+    if gathered is None:
+        exchange.arrive()
+    exchange.confirm()
+    dh0 = None
+    if call.initial_state is not None:
+        assert scan.dh0 is not None
+        dh0 = _asked(scan.dh0, S, 0, split.begun_elsewhere(), call)
+    dq, dk, dv, dg, dbeta = (_joined(x) for x in grads[:5])
+    return Grads(dq, dk, dv, dg, dbeta, grads.dA_log, grads.ddt_bias), dh0
+
+
+def _summaries(
+    split: Split, S: int, rows: Call, intra: Intra, own: Tensor | None, fwd_state: FwdState
+) -> tuple[dict[int, Tensor], Tensor | None]:
+    """Of each piece the summaries of its first row, its first two and so on, as far as anyone needs them; and
+    M of the rows of :func:`_with_transition`. The first row of a sequence begins with the caller's state."""
+    pieces = split.pieces
+    wanted = _span(i for i in range(S * len(pieces)) if i % S < S - 1 or pieces[i // S].post)
+    if not wanted:
+        return {}, None
+    start = None
+    if own is not None:
+        start = own.new_zeros(len(pieces), S, *own.shape[1:])
+        start[:, 0] = own
+        start = start.flatten(0, 1)[wanted.start : wanted.stop]
+    local = final_states(*_some(rows, intra, wanted), start, fwd_state)
+    mapped, M = _with_transition(split, S), None
+    if mapped:
+        few, their = _some(rows, intra, mapped)
+        HV, K, _ = sizes(few)
+        nothing = few.v.new_zeros(*few.v.shape[:3], K)
+        few = few.like(notes=few.notes, v=nothing)
+        identity = torch.eye(K, dtype=local.dtype, device=local.device).expand(len(mapped), HV, K, K)
+        M = final_states(few, their, identity.contiguous(), fwd_state)
+    found: dict[int, Tensor] = {}
+    for i, piece in enumerate(pieces):
+        through, at = piece.pre > 0, range(i * S, (i + 1) * S if piece.post else (i + 1) * S - 1)
+        if at:
+            found[i] = compose(_rows(local, wanted, at), _of(M, mapped, at if through else at[1:]), through)
+    return found, M
+
+
+def _reverse_summaries(
+    split: Split,
+    S: int,
+    rows: Call,
+    intra: Intra,
+    M: Tensor | None,
+    do: Tensor,
+    own: Tensor | None,
+    bwd_state: BwdState,
+) -> dict[int, Tensor]:
+    """Of each piece the summaries, for the gradient, of its last row, its last two and so on."""
+    pieces = split.pieces
+    wanted = _span(i for i in range(S * len(pieces)) if i % S or pieces[i // S].pre)
+    if not wanted:
+        return {}
+    end = None
+    if own is not None:
+        end = own.new_zeros(len(pieces), S, *own.shape[1:])
+        end[:, -1] = own
+        end = end.flatten(0, 1)[wanted.start : wanted.stop]
+    few, their = _some(rows, intra, wanted)
+    do = do[wanted.start : wanted.stop]
+    few = few.like(notes=few.notes, initial_state=zeros(few, (len(wanted), *sizes(few))))
+    local = _reverse(few, their, do, end, bwd_state).dh0
+    assert local is not None
+    mapped = _with_transition(split, S)
+    M = None if M is None else M.mT
+    found: dict[int, Tensor] = {}
+    for i, piece in enumerate(pieces):
+        through, at = piece.post > 0, range(i * S if piece.pre else i * S + 1, (i + 1) * S)
+        if at:
+            mine = _of(M, mapped, at if through else at[:-1])
+            mine = None if mine is None else mine.flip(0)
+            found[i] = compose(_rows(local, wanted, at).flip(0), mine, through)
+    return found
+
+
+def _with_transition(split: Split, S: int) -> range:
+    """Rows whose M is needed, from the first to the last: those behind a state that is not known beforehand
+    and before an end whose gradient is not."""
+
+    def needs(row: int) -> bool:
+        piece = split.pieces[row // S]
+        return (row % S > 0 or piece.pre > 0) and (row % S < S - 1 or piece.post > 0)
+
+    return _span(row for row in range(S * len(split.pieces)) if needs(row))
+
+
+def _states(
+    call: Call, split: Split, S: int, own: Tensor | None, came: dict[int, Tensor], composed: dict[int, Tensor]
+) -> Tensor | None:
+    """States ``[pieces, S, HV, K, V]`` before the rows, each piece's in the order that its summaries were
+    composed in; None where all are 0. Before the first stands what came from other ranks, or the caller's."""
+    if own is None and not came and S == 1:
+        return None
+    found = zeros(call, (len(split.pieces), S, *sizes(call)))
+    if own is not None:
+        found[:, 0] = own
+    for i, state in came.items():
+        found[i, 0] = state
+    if S > 1:
+        for i, summaries in composed.items():
+            found[i, 1:] = apply(summaries[: S - 1], came.get(i), call.v.shape[3])
+    return found
+
+
+def _before(gathered: Tensor | None, split: Split, call: Call) -> dict[int, Tensor]:
+    """Of each piece whose sequence began elsewhere: the state there."""
+    if gathered is None:
+        return {}
+    slots = {i: range(p.slot - p.pre, p.slot) for i, p in enumerate(split.pieces) if p.pre}
+    return {i: fold(gathered, split, before, call.v.shape[3]) for i, before in slots.items()}
+
+
+def _after(gathered: Tensor | None, split: Split, call: Call) -> dict[int, Tensor]:
+    """Of each piece whose sequence goes on elsewhere: the gradient of the state there."""
+    if gathered is None:
+        return {}
+    slots = {i: range(p.slot + p.post, p.slot, -1) for i, p in enumerate(split.pieces) if p.post}
+    return {i: fold(gathered, split, after, call.v.shape[3]) for i, after in slots.items()}
+
+
+def _own(states: Tensor | None, call: Call, others: list[int]) -> Tensor | None:
+    """The caller's states ``[pieces, HV, K, V]``, 0 where another rank answers; None where none is left."""
+    if states is None or len(others) == len(states):
+        return None
+    return without(k_first(states, call).clone(), others)
+
+
+def _asked(states: Tensor, S: int, row: int, others: list[int], call: Call) -> Tensor:
+    """Of every piece the state of one of its rows, in the caller's layout, 0 where another rank answers."""
+    mine = states if S == 1 else states[row::S].clone()
+    return as_asked(without(mine, others), call).detach()
+
+
+def _message(call: Call, split: Split, given: dict[int, Tensor]) -> Tensor:
+    """What this rank gives: a summary of each of these pieces, M or not, and 0 of the others."""
+    found = zeros(call, message(split, *sizes(call)))
+    for i, summary in given.items():
+        found[i, ..., : summary.shape[-1]] = summary
+    return found
+
+
+def _reverse(call: Call, intra: Intra, do: Tensor, dht: Tensor | None, bwd_state: BwdState) -> ReverseScan:
+    B, T = call.q.shape[:2]
+    unread_states = unread(call, B * -(-T // call.BT))
+    return bwd_state(call.like(notes=call.notes.of(do, dht)), intra, do, dht, *unread_states)
+
+
+def _some(rows: Call, intra: Intra, wanted: range) -> tuple[Call, Intra]:
+    """Some of the rows."""
+    B, T = rows.q.shape[:2]
+    if len(wanted) == B:
+        return rows, intra
+    at, chunks = slice(wanted.start, wanted.stop), -(-T // rows.BT)
+    few = part(rows, lambda x: x[at])
+    q_rstd, k_rstd = (None if x is None else x[at] for x in (intra.q_rstd, intra.k_rstd))
+    total = None if intra.total is None else intra.total[wanted.start * chunks : wanted.stop * chunks]
+    return few, Intra(intra.A[at], intra.Aqk[at], q_rstd, k_rstd, total)
+
+
+def _cut(x: Tensor, n: int) -> Tensor:
+    """``[1, tokens, ...]`` as rows ``[n, tokens / n, ...]``: the same memory."""
+    return x if n == 1 else x.unflatten(1, (n, x.shape[1] // n))[0]
+
+
+def _joined(x: Tensor) -> Tensor:
+    """Rows as ``[1, tokens, ...]``."""
+    return x if x.shape[0] == 1 else x.flatten(0, 1)[None]
+
+
+def _span(rows: Iterable[int]) -> range:
+    """From the first to the last of some rows."""
+    found = list(rows)
+    return range(found[0], found[-1] + 1) if found else range(0)
+
+
+def _of(M: Tensor | None, have: range, rows: range) -> Tensor | None:
+    """As :func:`_rows`; None of none."""
+    return None if M is None or not rows else _rows(M, have, rows)
+
+
+def _rows(x: Tensor, have: range, rows: range) -> Tensor:
+    """Some rows of a tensor that has these rows."""
+    return x[rows.start - have.start : rows.stop - have.start]

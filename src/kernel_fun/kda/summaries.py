@@ -1,0 +1,148 @@
+"""What a run of tokens does to the state, ``[S_loc | M]``, and how runs after one another do: for context
+parallel (see :mod:`kernel_fun.kda.context_parallel`).
+
+Folds are in float64, where no setting of the process narrows a product, and cost a few matrices.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from kernel_fun.kda.stages import FwdState, Intra
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from kernel_fun._common.context_parallel import Split
+    from kernel_fun.kda.call import Call
+
+
+class Carried(NamedTuple):
+    """What a backward needs of the exchange of its forward."""
+
+    states: Tensor | None
+    """State at the start of each piece's first sequence, ``[pieces, HV, K, V]``, 0 where it begins there; of
+    pieces cut into rows, at the start of each row."""
+    transitions: Tensor | None
+    """M of each piece that one sequence fills, ``[such pieces, HV, K, K]``; of pieces cut into rows, of the
+    rows that have one."""
+
+
+def fold(gathered: Tensor, split: Split, slots: range, V: int) -> Tensor:
+    """``S = M S + S_loc`` over slots, beginning with the first one's S_loc: ``[HV, K, V]`` in float64."""
+    S: Tensor | None = None
+    for slot in slots:
+        rank, part = split.home(slot)
+        summary = gathered[rank, part].double()
+        local, M = summary[..., :V], summary[..., V:]
+        S = local if S is None else torch.baddbmm(local, M, S)
+    assert S is not None
+    return S
+
+
+def compose(local: Tensor, M: Tensor | None, through: bool) -> Tensor:
+    """Summaries of the first run, of the first two, and so on, in float64, of runs with S_loc
+    ``[runs, HV, K, V]`` and M ``[runs, HV, K, K]``: ``[runs, HV, K, V + K]``.
+
+    Without ``through`` the first S_loc begins at what was before all of them, and there is no M of them:
+    ``[runs, HV, K, V]``, from an M of all runs but the first, ``[runs - 1, HV, K, K]``.
+    """
+    local = local.double()
+    if M is None:
+        return local
+    V, K = local.shape[-1], M.shape[-1]
+    M = M.double()
+    found = local.new_empty(*local.shape[:-1], V + through * K)
+    found[0, ..., :V] = local[0]
+    if through:
+        found[0, ..., V:] = M[0]
+    for i in range(1, len(local)):
+        torch.matmul(M[i if through else i - 1], found[i - 1], out=found[i])
+        found[i, ..., :V] += local[i]
+    return found
+
+
+def apply(summaries: Tensor, S: Tensor | None, V: int) -> Tensor:
+    """``M S + S_loc`` of each summary ``[runs, HV, K, V + K]``; S_loc where S is None."""
+    local = summaries[..., :V]
+    return local if S is None else local + summaries[..., V:] @ S
+
+
+def part(
+    call: Call, cut: Callable[[Tensor], Tensor], cu: Tensor | None = None, cu_cpu: Tensor | None = None
+) -> Call:
+    """The call on some of its tokens, or on them in another shape, without states; states are K-first."""
+    q, k, v, g, beta = (cut(x) for x in (call.q, call.k, call.v, call.g, call.beta))
+    return call.like(
+        notes=call.notes.of(q, k, v, g, beta, cu),
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=beta,
+        initial_state=None,
+        output_final_state=False,
+        state_v_first=False,
+        cu_seqlens=cu,
+        cu_seqlens_cpu=cu_cpu,
+        verbatim={},
+        memo={},
+    )
+
+
+def final_states(rows: Call, intra: Intra, start: Tensor | None, fwd_state: FwdState) -> Tensor:
+    """States after the sequences of a call, K-first, and nothing else."""
+    notes = rows.notes.of(rows.v, start)
+    scan = fwd_state(
+        rows.like(notes=notes, initial_state=start, output_final_state=True), intra, keep=False, output=False
+    )
+    assert scan.ht is not None
+    return scan.ht
+
+
+def unread(call: Call, chunks: int) -> tuple[Tensor, Tensor]:
+    """In place of h and v_new: a reverse scan reads neither, it only hands them on."""
+    HV, K, V = sizes(call)
+    one = call.q.new_empty(1, dtype=wide(call))
+    return one.expand(chunks, HV, K, V), one.expand(*call.q.shape[:2], HV, V)
+
+
+def without(states: Tensor, rows: list[int]) -> Tensor:
+    """States with zeros in the rows of sequences that another rank answers for."""
+    for n in rows:
+        states[n] = 0
+    return states
+
+
+def k_first(states: Tensor, call: Call) -> Tensor:
+    return (states.mT if call.state_v_first else states).to(wide(call))
+
+
+def as_asked(states: Tensor, call: Call) -> Tensor:
+    """K-first states in the caller's layout."""
+    return states.mT.contiguous() if call.state_v_first else states
+
+
+def message(split: Split, HV: int, K: int, V: int) -> tuple[int, ...]:
+    """Shape of what a rank gives to an all-gather: ``[S | M]`` of each of its pieces."""
+    return (len(split.pieces), HV, K, V + K)
+
+
+def sizes(call: Call) -> tuple[int, int, int]:
+    """HV, K, V."""
+    HV, V = call.v.shape[2:]
+    return HV, call.q.shape[3], V
+
+
+def wide(call: Call) -> torch.dtype:
+    """Of states: float64 where an input is, else float32."""
+    is_wide = any(t is not None and t.dtype == torch.float64 for t in call.tensors())
+    return torch.float64 if is_wide else torch.float32
+
+
+def zeros(call: Call, shape: tuple[int, ...]) -> Tensor:
+    return torch.zeros(shape, dtype=wide(call), device=call.q.device)
