@@ -51,7 +51,7 @@ def measure(
     """A record of one rank beside ``world`` of them.
 
     Raises:
-        ValueError: there are fewer GPUs, or a shape has not one row, or lengths, or it or `layout` is unknown.
+        ValueError: there are fewer GPUs, a shape has not one row, or lengths, or it or the layout is unknown.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"`--layout` must be one of {', '.join(LAYOUTS)}, got {layout!r}")

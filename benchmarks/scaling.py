@@ -1,10 +1,10 @@
 """Step time of one KDA layer under context parallel, from times measured on one GPU (docs/scaling.md).
 
     python -m benchmarks.scaling --HV 32 --measured-tokens 16384 --forward-ms ... --backward-ms ... \\
-        --forward-summary-ms ... --backward-summary-ms ... --hop-us ... --link-GBps ...
+        --forward-summary-ms ... --backward-summary-ms ... --hop-us ... --link-GBps ... [--alone-ms ...]
 
 Every time is an input: nothing here was measured. Compute is taken as linear in the tokens of a rank, which
-it is once they fill the GPU; a gather as a ring; nothing as overlapped.
+it is once they fill the GPU; a gather as a ring; nothing as overlapped, but what one rank alone overlaps.
 """
 
 from __future__ import annotations
@@ -34,13 +34,16 @@ class Layer:
     forward: float
     backward: float
     forward_summary: float
-    """fwd_state with V + K columns."""
+    """fwd_state without outputs, of V columns and of K."""
     backward_summary: float
     """bwd_state with V columns, without a rescan."""
     hop: float
     """Latency of a step of the ring."""
     link: float
     """Bytes a second that a rank receives."""
+    alone: float | None = None
+    """Forward and backward of one rank that has the sequence to itself, whose scans run beside other kernels;
+    None: ``forward + backward``."""
 
     @property
     def message(self) -> int:
@@ -53,6 +56,8 @@ class Layer:
     def compute(self, tokens: int, ranks: int) -> float:
         """Of a rank in the middle of the sequence."""
         share = tokens / ranks / self.measured_tokens
+        if ranks == 1 and self.alone is not None:
+            return share * self.alone
         summaries = self.forward_summary + self.backward_summary if ranks > 1 else 0.0
         return share * (self.forward + self.backward + summaries)
 
@@ -86,6 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--measured-tokens", type=int, required=True)
     for name in ("forward", "backward", "forward-summary", "backward-summary"):
         parser.add_argument(f"--{name}-ms", type=float, required=True)
+    parser.add_argument("--alone-ms", type=float, help="of one rank (default: forward + backward)")
     parser.add_argument("--hop-us", type=float, required=True)
     parser.add_argument("--link-GBps", type=float, required=True, help="10^9 bytes a second")
     a = parser.parse_args(arguments)
@@ -98,6 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         *(1e-3 * ms for ms in (a.forward_ms, a.backward_ms, a.forward_summary_ms, a.backward_summary_ms)),
         hop=1e-6 * a.hop_us,
         link=1e9 * a.link_GBps,
+        alone=None if a.alone_ms is None else 1e-3 * a.alone_ms,
     )
     sys.stdout.write("\n".join(table(layer)) + "\n")
     return 0

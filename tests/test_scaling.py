@@ -20,6 +20,9 @@ def test_the_terms() -> None:
     assert LAYER.step(4096, 1) == 12.0
     assert LAYER.step(4096, 2) == pytest.approx(2 * 3.75 + 2 * LAYER.gather(2))
     assert LAYER.efficiency(4096, 1) == 1.0
+    alone = replace(LAYER, alone=2.0)
+    assert alone.step(4096, 1) == 8.0
+    assert alone.step(4096, 2) == LAYER.step(4096, 2)
     assert LAYER.efficiency(4096, 64) < LAYER.efficiency(4096, 2) < 1.0
 
 

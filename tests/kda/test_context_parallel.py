@@ -323,14 +323,13 @@ def test_the_gather_is_in_flight_during_other_work_and_folds_touch_only_their_se
     )
     # Forward: the last sequence of a rank goes on: its part of fwd_intra and its summary, then the rest while
     # waiting. Backward: a summary of the first sequence if it began elsewhere, and the rescan while waiting; who
-    # waits for nobody scans in reverse once, and first. What was told is read when all work is queued, and if no
-    # work needs what was sent, the gather is not waited for before.
+    # waits for nobody scans in reverse once, and first. What was told is read when all work is queued.
     forward = ["send", "intra", "arrive", "state", "confirm"]
     begins = ["intra", "state", *forward]
     backward = ["send", "state", "arrive", "reverse", "grads", "confirm"]
     assert first == begins + backward
     assert second == third == [*begins, "reverse", *backward]
-    assert last == [*forward, "reverse", "send", "state", "grads", "arrive", "confirm"]
+    assert last == [*forward, "reverse", "send", "state", "arrive", "grads", "confirm"]
     # forward over the slots before, backward over those after
     assert (folds_1, folds_2, folds_3, folds_4) == ([1], [1, 1], [1, 1], [1])
     for _, folds in ranks.run(4, order_of_work, Problem(PACKINGS["boundaries at every rank"])):

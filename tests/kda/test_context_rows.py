@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from over_ranks import BY_TOKEN, LAYOUTS, Problem, alone, context_of, on_rank
-from test_context_parallel import FORMS, TOLERANCE, compare
+from test_context_parallel import FORMS, TOLERANCE, compare, with_decay_totals
 from torch import Tensor
 
 from kernel_fun._common import device
@@ -96,6 +96,14 @@ def test_every_row_is_scanned_and_no_more_are_summarised_than_others_need(ranks:
     assert first == expected(3, 2, 2)  # the first row begins with the caller's state
     assert second == third == expected(3, 3, 3)
     assert last == expected(2, 2, 3)  # nobody needs what the last row does
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_chunk_keeps_its_decay(layout: str, ranks: Ranks) -> None:
+    p = Problem((0, T), layout, rows=3)
+    answers = ranks.run(4, with_decay_totals, p)
+    compare(p, [part for part, _ in answers])
+    assert all(read == {"fwd_state of one", "bwd_state of one"} for _, read in answers)
 
 
 def whole_states(group: Any, p: Problem) -> Tensor:

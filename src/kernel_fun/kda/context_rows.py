@@ -72,7 +72,7 @@ def forward(call: Call, plan: Plan, split: Split, exchange: Exchange) -> tuple[c
     fwd_intra = cast(FwdIntra, plan.load("fwd_intra"))
     fwd_state = cast(FwdState, plan.load("fwd_state"))
     rows = part(call, lambda x: _cut(x, S * len(split.pieces)))
-    gives, takes = bool(split.ended_elsewhere()), bool(split.begun_elsewhere())
+    gives = bool(split.ended_elsewhere())
     if not gives:
         exchange.send(_message(call, split, {}))
     intra = fwd_intra(rows)
@@ -83,7 +83,7 @@ def forward(call: Call, plan: Plan, split: Split, exchange: Exchange) -> tuple[c
     if gives:
         given = {i: composed[i][-1] for i, piece in enumerate(split.pieces) if piece.post}
         exchange.send(_message(call, split, given))
-    gathered = exchange.arrive() if takes else None
+    gathered = exchange.arrive()
     states = _states(call, split, S, own, _before(gathered, split, call), composed)
     states = None if states is None else states.flatten(0, 1)
     keep = call.return_intermediate_states or (call.disable_recompute and plan.problem.needs_grad)
@@ -91,8 +91,6 @@ def forward(call: Call, plan: Plan, split: Split, exchange: Exchange) -> tuple[c
         notes=rows.notes.of(states), initial_state=states, output_final_state=call.output_final_state
     )
     scan = fwd_state(whole, intra, keep=keep)
-    if gathered is None:
-        exchange.arrive()
     exchange.confirm()
     chain._settle(call)
     assert scan.o is not None
@@ -119,12 +117,13 @@ def backward(
     rows, do = part(call, lambda x: _cut(x, n)), _cut(upstream[0], n)
     whole = rows.like(notes=rows.notes.of(carried.states), initial_state=carried.states)
     own = _own(upstream[1], call, split.ended_elsewhere())
-    gives, takes = bool(split.begun_elsewhere()), bool(split.ended_elsewhere())
+    gives = bool(split.begun_elsewhere())
     composed: dict[int, Tensor] = {}
     scan: ReverseScan | None = None
     if not gives:
         exchange.send(_message(call, split, {}))
-    if gives and S == 1 and not takes:  # its ordinary reverse scan waits for nobody, and is its summary
+    if gives and S == 1 and not split.ended_elsewhere():
+        # the ordinary reverse scan waits for nobody, and is the summary
         scan = _reverse(whole, intra, do, own, bwd_state)
         assert scan.dh0 is not None
         composed = {i: dh0[None] for i, dh0 in enumerate(scan.dh0)}
@@ -140,14 +139,12 @@ def backward(
         h, v_new = states.h, states.v_new
         assert h is not None
         assert v_new is not None
-    gathered = exchange.arrive() if takes else None
+    gathered = exchange.arrive()
     if scan is None:
         ends = _states(call, split, S, own, _after(gathered, split, call), composed)
         ends = None if ends is None else ends.flip(1).flatten(0, 1)
         scan = _reverse(whole, intra, do, ends, bwd_state)
     grads = chain.gradients(whole, plan, intra, scan._replace(h=h, v_new=v_new), do)
-    if gathered is None:
-        exchange.arrive()
     exchange.confirm()
     dh0 = None
     if call.initial_state is not None:
@@ -254,18 +251,14 @@ def _states(
     return found
 
 
-def _before(gathered: Tensor | None, split: Split, call: Call) -> dict[int, Tensor]:
+def _before(gathered: Tensor, split: Split, call: Call) -> dict[int, Tensor]:
     """Of each piece whose sequence began elsewhere: the state there."""
-    if gathered is None:
-        return {}
     slots = {i: range(p.slot - p.pre, p.slot) for i, p in enumerate(split.pieces) if p.pre}
     return {i: fold(gathered, split, before, call.v.shape[3]) for i, before in slots.items()}
 
 
-def _after(gathered: Tensor | None, split: Split, call: Call) -> dict[int, Tensor]:
+def _after(gathered: Tensor, split: Split, call: Call) -> dict[int, Tensor]:
     """Of each piece whose sequence goes on elsewhere: the gradient of the state there."""
-    if gathered is None:
-        return {}
     slots = {i: range(p.slot + p.post, p.slot, -1) for i, p in enumerate(split.pieces) if p.post}
     return {i: fold(gathered, split, after, call.v.shape[3]) for i, after in slots.items()}
 
