@@ -34,7 +34,7 @@ from kernel_fun._common.check import ContractError, ContractTypeError
 from kernel_fun._common.context_parallel import _share
 from kernel_fun._common.exchange import HEADER, agreed_size
 from kernel_fun.cconv import causal_conv1d
-from kernel_fun.kda import build_cp_context, chunk_kda, is_supported
+from kernel_fun.kda import build_cp_context, chunk_kda, context_rows, is_supported
 from kernel_fun.kda.call import FLAGS
 from ranks import Raised, Ranks
 
@@ -281,7 +281,7 @@ def test_every_chunk_keeps_its_decay(packing: str, layout: str, ranks: Ranks) ->
 def order_of_work(group: Any, p: Problem) -> tuple[list[str], list[int]]:
     """What a forward and a backward do, in order, and over how many slots each fold goes."""
     from kernel_fun._common.exchange import Exchange
-    from kernel_fun.kda import context_parallel, context_rows
+    from kernel_fun.kda import context_parallel
     from kernel_fun.kda._kernels.eager import bwd_grads, bwd_state, fwd_intra, fwd_state
 
     done: list[str] = []
@@ -348,6 +348,7 @@ def failing(group: Any, p: Problem, bad: int, how: str) -> str:
     x = {n: t.clone().requires_grad_() for n, t in x.items()}
     more: dict[str, Any] = {}
     patch = pytest.MonkeyPatch()
+    patch.setattr(context_rows, "ROWS", p.rows)
     if rank == bad:
         if how == "a tensor of another length":
             x["k"] = x["k"][:, :-1]

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from over_ranks import BY_TOKEN, LAYOUTS, Problem, alone, context_of, on_rank
-from test_context_parallel import FORMS, TOLERANCE, compare, with_decay_totals
+from test_context_parallel import FAILURES, FORMS, TOLERANCE, compare, failing, with_decay_totals
 from torch import Tensor
 
 from kernel_fun._common import device
@@ -104,6 +104,26 @@ def test_every_chunk_keeps_its_decay(layout: str, ranks: Ranks) -> None:
     answers = ranks.run(4, with_decay_totals, p)
     compare(p, [part for part, _ in answers])
     assert all(read == {"fwd_state of one", "bwd_state of one"} for _, read in answers)
+
+
+@pytest.mark.parametrize(
+    ("how", "bad"),
+    [
+        ("a kernel that fails", 0),
+        ("no memory left", 1),
+        ("a gradient kernel that fails", 2),
+        ("a gradient without room for states", 1),
+        ("another scale", 2),
+    ],
+)
+def test_where_one_rank_raises_all_do_and_none_waits(how: str, bad: int, ranks: Ranks) -> None:
+    answers, seconds = ranks.try_run(3, failing, Problem((0, T), rows=2), bad, how)
+    assert seconds < 20
+    for rank, answer in enumerate(answers):
+        assert FAILURES[how] in answer
+        assert answer.startswith("PeerFailure: chunk_kda") == (rank != bad or not FAILURES[how]), answer
+    p = Problem((0, T), rows=2)
+    compare(p, ranks.run(3, on_rank, p))  # the group works on
 
 
 def whole_states(group: Any, p: Problem) -> Tensor:
