@@ -18,6 +18,7 @@ import torch
 
 from kernel_fun._common import device
 from kernel_fun.kda import chain
+from kernel_fun.kda.call import BT
 from kernel_fun.kda.stages import BwdState, FwdIntra, FwdState, Grads, Intra, ReverseScan
 from kernel_fun.kda.summaries import (
     Carried,
@@ -44,9 +45,7 @@ if TYPE_CHECKING:
     from kernel_fun.kda.call import Call
 
 TOKENS = 4096
-"""A row has at least so many: composing one more costs as long as a few dozen chunks of all scans."""
-CHUNK = 64
-"""Rows are whole chunks, so that the chunks of a piece are the same however it is cut."""
+"""A row has at least so many: what scans save has to make up for composing, which is serial over the rows."""
 ROWS: int | None = None
 """Of a piece, where a test or a measurement says how many; None: as many as fill the GPU."""
 
@@ -63,7 +62,8 @@ def count(call: Call, split: Split) -> int:
     HV, _, V = sizes(call)
     ctas = len(split.pieces) * HV * (V // 128 if V % 128 == 0 else -(-V // 64))
     most = min(device.of(call.q.device).sms // ctas, split.piece_rows // TOKENS) if ROWS is None else ROWS
-    return next((n for n in range(most, 1, -1) if split.piece_rows % (n * CHUNK) == 0), 1)
+    # of whole chunks: those of a piece are the same however it is cut
+    return next((n for n in range(most, 1, -1) if split.piece_rows % (n * BT) == 0), 1)
 
 
 def forward(call: Call, plan: Plan, split: Split, exchange: Exchange) -> tuple[chain.Forward, Carried]:
