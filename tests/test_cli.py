@@ -387,7 +387,8 @@ class TestVerify:
         self, counts: tuple[int, int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         from kernel_fun._cli import verify
-        from kernel_fun._common import cache, device
+        from kernel_fun._common import device, ledger
+        from kernel_fun.kda._kernels.sm90.launched import KERNELS
 
         out = tmp_path / "ledger.py"
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -405,7 +406,7 @@ class TestVerify:
         exec(out.read_text(encoding="utf-8"), namespace)
         entry = namespace["VERIFIED"]["bwd_grads"]
         assert entry.gpu == "a GPU"
-        assert entry.sources == cache.sources("kernel_fun.kda._kernels.sm90.bwd_grads")
+        assert entry.sources == ledger.sources(KERNELS["bwd_grads"])
 
     def test_results_are_those_of_pytest(self, tmp_path: Path) -> None:
         from kernel_fun._cli import verify

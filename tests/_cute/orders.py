@@ -131,6 +131,24 @@ extern "C" __global__ void second_barrier(float* out) {
     wait(&end, 0);
   }
 }
+
+// warps 0..3 meet at barrier 1; then all meet, and warps 4..7, who waited there, read what those stored
+extern "C" __global__ void some_meet_before(float* out) {
+  __shared__ float s[128], u[128];
+  int t = threadIdx.x;
+  for (int i = 0; i < 8; i++) {
+    if (warp() < 4) {
+      u[t] = 127 - t;
+      asm volatile("bar.sync 1, 128;" ::: "memory");
+      float x = u[127 - t];
+      asm volatile("bar.sync 1, 128;" ::: "memory");
+      s[t] = x;
+    }
+    __syncthreads();
+    if (warp() >= 4) out[t - 128] = s[255 - t];
+    __syncthreads();
+  }
+}
 """
 
 THREADS = {
@@ -140,6 +158,7 @@ THREADS = {
     "unordered": 256,
     "twice": 64,
     "second_barrier": 384,
+    "some_meet_before": 256,
 }
 
 

@@ -40,7 +40,7 @@ def found() -> dict[str, list[Hazard]]:
     by_kernel: dict[str, list[Hazard]] = {}
     for x in hazards:
         by_kernel.setdefault(x.kernel.partition("(")[0], []).append(x)
-    for name in ("lanes_arrive", "warps_arrive", "warps_free", "twice", "second_barrier"):
+    for name in ("lanes_arrive", "warps_arrive", "warps_free", "twice", "second_barrier", "some_meet_before"):
         assert f"{name} right" in report
     return by_kernel
 
@@ -67,3 +67,7 @@ class TestOrders:
 
     def test_a_barrier_of_all_is_lost_to_those_who_met_at_another(self, found: dict[str, list[Hazard]]):
         assert {(x.first // 128, x.second // 128) for x in found.get("second_barrier", [])} <= {(1, 0)}
+
+    def test_a_barrier_of_all_is_lost_to_those_who_did_not_meet_before(self, found: dict[str, list[Hazard]]):
+        pairs = {(x.first // 128, x.second // 128) for x in found.get("some_meet_before", [])}
+        assert pairs <= {(0, 1), (1, 0)}

@@ -61,7 +61,9 @@ def run(op: Callable[..., Any], leaves: dict[str, Tensor], **flags: Any) -> dict
     own = {n: t.clone().requires_grad_() for n, t in leaves.items()}
     o, ht = op(**own, **flags)
     found = {"o": o, **({} if ht is None else {"ht": ht})}
-    ups = [torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view(t.shape) for t in found.values()]
+    ups = [
+        torch.linspace(-1, 1, t.numel(), dtype=t.dtype, device=t.device).view(t.shape) for t in found.values()
+    ]
     grads = torch.autograd.grad(list(found.values()), list(own.values()), ups, allow_unused=True)
     return {
         **{n: t.detach() for n, t in found.items()},
@@ -329,10 +331,10 @@ def test_on_a_gpu(packed: bool, backend: str, monkeypatch: pytest.MonkeyPatch) -
         )
         leaves = {n: t.cuda() for n, t in leaves.items()}
         more = {"cu_seqlens": torch.tensor([0, 1, 60, T], device="cuda")} if packed else {}
-        served, reason = is_supported(**leaves, **FLAGS)
+        flags = {**FLAGS, **more, "output_final_state": True}
+        served, reason = is_supported(**leaves, **flags)
         if not served:
             pytest.skip(f"no kernel of ours: {reason}")
-        flags = {**FLAGS, **more, "output_final_state": True}
         same(run(chunk_kda, leaves, **flags), run(op, leaves, **flags))
     assert counter.frame_count == 2
 

@@ -31,12 +31,24 @@ BUILD = 8
 """Warps 0..7 of fwd_state write the operands, two for each 16 tokens: warps w and w + 4."""
 
 
+SOLVERS = 4
+"""Warps 0..3 of fwd_intra meet among themselves before all of it do."""
+
+
+def is_known(x: racecheck.Hazard) -> bool:
+    """Whether it is of a kind that right kernels are reported of."""
+    first, second = x.first // 32, x.second // 32
+    if "kda_fwd_intra" in x.kernel:
+        return (first < SOLVERS) != (second < SOLVERS)
+    if x.first % 32:  # the lane that arrives for its warp is the only one whose order racecheck sees
+        return True
+    if "kda_fwd_state" in x.kernel:  # equal betas
+        return abs(first - second) == 4 and max(first, second) < BUILD
+    return "kda_bwd_grads" in x.kernel and (x.first // 128, x.second // 128) == (1, 0)
+
+
 def test_no_race_but_those_of_the_tool():
     report, found = racecheck.run("-c", CALL)
     assert "\nfinite" in report
-    for x in found:
-        first, second = x.first // 32, x.second // 32
-        equal_betas = "kda_fwd_state" in x.kernel and abs(first - second) == 4 and max(first, second) < BUILD
-        own_barrier = "kda_bwd_grads" in x.kernel and (x.first // 128, x.second // 128) == (1, 0)
-        # the lane that arrives for its warp is the only one whose order racecheck sees
-        assert x.first % 32 or equal_betas or own_barrier, x
+    strange = [x for x in found if not is_known(x)]
+    assert not strange, strange[:20]

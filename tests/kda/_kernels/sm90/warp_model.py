@@ -55,7 +55,7 @@ class Machine:
         return out
 
     def ptx(self, code: str, write_only_types: Any = (), read_only_args: Any = ()) -> Any:
-        op = code.split(maxsplit=1)[0]
+        op = code.split(maxsplit=1)[0] if code[0] != "{" else "clamp"
         args = [np.broadcast_to(np.asarray(x), 32) for x in read_only_args]
         out = getattr(self, "op_" + re.sub(r"\W", "_", op.split(".")[0]))(op, *args)
         return out[0] if out is not None and len(out) == 1 else out
@@ -74,6 +74,13 @@ class Machine:
         with np.errstate(over="ignore", under="ignore"):
             y = np.exp2(x.astype(np.float32))
         return [np.where(y < np.float32(2.0**-126), np.float32(0), y)]
+
+    def op_clamp(self, op: str, x: Any, high: Any, low: Any) -> Any:
+        return [np.clip(x, low, high)]
+
+    def op_mul(self, op: str, x: Any, y: Any) -> Any:
+        assert op == "mul.sat.f32"
+        return [np.nan_to_num(np.clip(x * y, np.float32(0), np.float32(1)))]
 
     def op_abs(self, op: str, x: Any) -> Any:
         return [np.abs(x)]
