@@ -128,6 +128,16 @@ def test_one_recompile_when_T_varies() -> None:
     assert counter.frame_count == 2
 
 
+def test_decays_of_chunks_ask_for_no_graph_of_a_single_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend that keeps them for the backward has one row for 64 tokens and fewer."""
+    monkeypatch.setattr(compiled, "_has_total", lambda a: True)
+    op, counter = compile_it()
+    for T in (130, 257, 64, 9):
+        given = problem(B=1, T=T)
+        same(run(chunk_kda, given, **FLAGS), run(op, given, **FLAGS))
+    assert counter.frame_count == 2
+
+
 def test_packed_sequences_of_any_number() -> None:
     op, counter = compile_it()
     for lengths in ((30, 40), (0, 64, 5), (1, 2, 3, 90)):

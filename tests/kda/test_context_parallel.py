@@ -147,7 +147,7 @@ def gpus() -> Iterator[Ranks]:
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("packing", [(0, 65536), (0, 9, 20000, 40001, 40001, 65536)], ids=["one", "packed"])
 def test_two_gpus_over_nccl(packing: tuple[int, ...], layout: str, gpus: Ranks) -> None:
-    p = replace(on_hopper("one", layout), cu=packing)
+    p = replace(on_hopper("one", layout), cu=packing, H=4, HV=8)
     parts = gpus.run(2, on_rank, p)
     as_exact_as_one_process(p, parts)
     assert [len(part["gathers"]) for part in parts] == [2, 2]

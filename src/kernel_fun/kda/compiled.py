@@ -93,14 +93,14 @@ _INPUTS = """
 @torch.library.custom_op("kernel_fun::chunk_kda", mutates_args=(), schema=f"({_INPUTS}) -> Tensor[]")
 def forward(*args: Any) -> list[Tensor]:
     """o, the final state if asked for, then what the backward needs: A, Aqk, and q_rstd, k_rstd and total
-    where there are such."""
+    where there are such; total flat."""
     a = Arguments(*args)
     call, plan = a.bound()
     announce(plan, "chunk_kda")
     with autograd.undisturbed(call):
         out = chain.forward(call, plan)
     i = out.intra
-    total = _padded(a, i.total) if _has_total(a) else None
+    total = _padded(a, i.total).view(-1) if _has_total(a) else None
     found = (out.o, out.ht if a.output_final_state else None, i.A, i.Aqk, i.q_rstd, i.k_rstd, total)
     return [owned(t) for t in found if t is not None]
 
@@ -119,7 +119,8 @@ def _(*args: Any) -> list[Tensor]:
     if a.use_qk_l2norm_in_kernel:
         found += [q.new_empty((B, T, H), dtype=a.wide()), q.new_empty((B, T, H), dtype=a.wide())]
     if _has_total(a):
-        found.append(q.new_empty((chunks, HV, DECAYS * K), dtype=torch.float32))
+        # flat: of a size of 1, a single chunk, torch would make a graph of its own
+        found.append(q.new_empty((chunks * HV * DECAYS * K,), dtype=torch.float32))
     return found
 
 
@@ -149,7 +150,8 @@ def backward(do: Tensor | None, dht: Tensor | None, kept: list[Tensor], *args: A
     call, plan = a.bound()
     rest = kept[2:]
     norms = rest[:2] if call.l2norm else (None, None)
-    intra = Intra(kept[0], kept[1], norms[0], norms[1], kept[-1] if _has_total(a) else None)
+    total = kept[-1].view(-1, a.v.shape[2], DECAYS * a.q.shape[3]) if _has_total(a) else None
+    intra = Intra(kept[0], kept[1], norms[0], norms[1], total)
     with autograd.undisturbed(call):
         grads, dh0 = chain.backward(call, plan, intra, do, dht, None, None)
     return [
