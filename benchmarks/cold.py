@@ -164,8 +164,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     import torch
 
+    from kernel_fun.bench import machine
+
     from . import runs
 
+    try:
+        machine.usable("--device", args.device)
+    except ValueError as error:
+        parser.error(str(error))
     shapes = importlib.import_module(f"benchmarks.{args.family}").SHAPES
     _, usual_shape, usual_backend = FAMILIES[args.family]
     name, backend = args.shape or usual_shape, args.backend or usual_backend

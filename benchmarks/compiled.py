@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from kernel_fun import testing
 from kernel_fun._common import config
+from kernel_fun.bench import machine
 from kernel_fun.cconv import causal_conv1d
 from kernel_fun.kda import chunk_kda
 
@@ -181,7 +182,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--commit", help="commit of a clean copy that has no git")
     parser.add_argument("--out", type=Path, help="folder of runs, or a .json file (default: none)")
     args = parser.parse_args(argv)
-    device = torch.device(args.device)
+    try:
+        device = machine.usable("--device", args.device)
+    except ValueError as error:
+        parser.error(str(error))
     done: list[dict[str, Any]] = []
     with config.KDA_BACKEND.set(args.backend), logged() as said:
         for compiler in args.compiler or COMPILERS:

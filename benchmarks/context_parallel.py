@@ -55,8 +55,10 @@ def measure(
     """
     if layout not in LAYOUTS:
         raise ValueError(f"`--layout` must be one of {', '.join(LAYOUTS)}, got {layout!r}")
-    if not 1 < world <= torch.cuda.device_count():
-        raise ValueError(f"`--cp` must be 2 to the number of GPUs, {torch.cuda.device_count()}, got {world}")
+    if world < 2:
+        raise ValueError(f"`--cp` must be 2 or more, got {world}")
+    if world > torch.cuda.device_count():
+        raise ValueError(f"`--cp` {world} needs {world} GPUs, here are {torch.cuda.device_count()}")
     for name in shapes:
         if name not in SHAPES or SHAPES[name].B != 1 or SHAPES[name].lengths is not None:
             raise ValueError(f"`--shape` must name one sequence, such as {', '.join(DEFAULT)}, got {name!r}")

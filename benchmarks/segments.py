@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from kernel_fun._common import device as devices
+from kernel_fun.bench import machine
 from kernel_fun.bench.suite import Outputs
 from kernel_fun.kda.sequence_split import Cut, cut_of, forced
 
@@ -86,7 +87,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--commit", help="commit of a clean copy that has no git")
     parser.add_argument("--out", type=Path, help="a .csv file (default: none)")
     args = parser.parse_args(argv)
-    device = torch.device("cuda")
+    try:
+        device = machine.usable("the device", "cuda")
+    except ValueError as error:
+        parser.error(str(error))
     table: list[dict[str, Any]] = []
     for shape in SHAPES:
         for row in rows(*shape, device):

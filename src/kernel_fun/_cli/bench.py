@@ -31,7 +31,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="timing budget of one case, all candidates together (default: 10)")  # fmt: skip
     add("--cold", action="store_true", help="also time the first call of a fresh process on a GPU")
     add("--cp", type=int, metavar="N", help="one sequence over N GPUs of this host, beside one of them")
-    add("--layout", metavar="NAME", default="contiguous",
+    add("--layout", metavar="NAME",
         help="with --cp: contiguous or zigzag (default: contiguous)")  # fmt: skip
     add("--out", type=Path, metavar="PATH",
         help="record to write, a .json file or a directory (default: none)")  # fmt: skip
@@ -58,6 +58,8 @@ def run(args: argparse.Namespace, screen: Screen) -> tuple[int, dict[str, Any]]:
         raise ValueError(f"`--seconds` must be positive, got {args.seconds}")
     if args.cp is not None:
         return _context_parallel(args, screen)
+    if args.layout is not None:
+        raise ValueError(f"`--layout` is of ranks: it needs `--cp`, got {args.layout!r} alone")
     device = machine.usable("--device", args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = args.dtype or ("bfloat16" if device.type == "cuda" else "float32")
     taken = runner.measure(
@@ -90,7 +92,9 @@ def _context_parallel(args: argparse.Namespace, screen: Screen) -> tuple[int, di
     family: Any = suite.load("context_parallel")
     gate = (args.gate or ["softplus_random"])[0]
     candidates = family.candidates_here(args.candidate)
-    taken = family.measure(args.cp, args.shape or family.DEFAULT, gate, candidates, args.layout)
+    taken = family.measure(
+        args.cp, args.shape or family.DEFAULT, gate, candidates, args.layout or "contiguous"
+    )
     taken.made_at(args.commit)
     screen.table(
         f"{taken.gpu}, {gate}, bfloat16",
