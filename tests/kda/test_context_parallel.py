@@ -470,12 +470,6 @@ def test_where_one_rank_raises_all_do_and_none_waits(how: str, world: int, ranks
     compare(good, ranks.run(world, on_rank, good))  # the group works on
 
 
-def a_group_like(group: Any) -> Any:
-    """Another group of the same ranks. It is not destroyed: the next one would take its name, and what the
-    store holds of it."""
-    return dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
-
-
 def going_on(group: Any, p: Problem) -> list[str]:
     """Rank 0 fails behind the exchange of its first call, and goes on as if nothing had been."""
     from kernel_fun.kda._kernels.eager import fwd_state
@@ -485,7 +479,7 @@ def going_on(group: Any, p: Problem) -> list[str]:
     def second_breaks(*args: Any, **more: Any) -> Any:
         return broken() if next(calls, False) else real(*args, **more)
 
-    own = a_group_like(group)
+    own = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
     context = build_cp_context(torch.tensor(p.cu), own)
     x = {n: context.shard(t) if n in BY_TOKEN else t for n, t in p.leaves().items()}
     said: list[str] = []
@@ -498,6 +492,7 @@ def going_on(group: Any, p: Problem) -> list[str]:
                 said.append("returned")
             except (MemoryError, RuntimeError) as error:
                 said.append(f"{type(error).__name__}: {error}")
+    dist.destroy_process_group(own)
     return said
 
 
@@ -510,53 +505,6 @@ def test_a_rank_that_failed_alone_and_goes_on_is_found(ranks: Ranks) -> None:
         assert answer.startswith(
             "PeerFailure: chunk_kda forward: rank 0 of the context-parallel group failed in"
         )
-    good = Problem(PACKINGS["boundaries inside"])
-    compare(good, ranks.run(2, on_rank, good))  # other groups of these ranks work on
-
-
-def untold(group: Any, p: Problem) -> list[str]:
-    """Rank 0 makes a mistake that does not say how large the message is, and goes on."""
-    own = a_group_like(group)
-    context = build_cp_context(torch.tensor(p.cu), own)
-    x: dict[str, Any] = {n: context.shard(t) if n in BY_TOKEN else t for n, t in p.leaves().items()}
-    said: list[str] = []
-    for wrong in ({"v": None}, {}) if dist.get_rank(group) == 0 else ({},):
-        try:
-            p.call({**x, **wrong}, cp_context=context)
-            said.append("returned")
-        except (TypeError, ValueError, RuntimeError) as error:
-            said.append(f"{type(error).__name__}: {error}")
-    return said
-
-
-def backwards_in_another_order(group: Any, p: Problem) -> list[str]:
-    """Rank 1 runs the backwards of two calls the other way round."""
-    own = a_group_like(group)
-    context = build_cp_context(torch.tensor(p.cu), own)
-    outputs: list[Tensor] = []
-    for seed in (1, 2):
-        x = {n: context.shard(t) if n in BY_TOKEN else t for n, t in replace(p, seed=seed).leaves().items()}
-        x = {n: t.clone().requires_grad_() for n, t in x.items()}
-        outputs.append(p.call(x, cp_context=context)[0])
-    said: list[str] = []
-    for o in outputs if dist.get_rank(group) == 0 else outputs[::-1]:
-        try:
-            o.sum().backward()
-            said.append("returned")
-        except RuntimeError as error:
-            said.append(f"{type(error).__name__}: {error}")
-    return said
-
-
-@pytest.mark.parametrize("job", [untold, backwards_in_another_order])
-def test_ranks_at_different_calls_are_found(job: Any, ranks: Ranks) -> None:
-    """Calls of equal sizes pair up; their numbers do not."""
-    first, second = ranks.run(2, job, Problem(PACKINGS["one sequence"], states=False))
-    if job is untold:
-        assert "`v` must be a torch.Tensor" in first.pop(0)
-    for answer in (*first, *second):
-        assert answer.startswith("PeerFailure: chunk_kda ")
-        assert "of the context-parallel group is at call" in answer
     good = Problem(PACKINGS["boundaries inside"])
     compare(good, ranks.run(2, on_rank, good))  # other groups of these ranks work on
 

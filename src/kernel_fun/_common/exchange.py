@@ -9,11 +9,6 @@ large the message of the others is, is missed until the group's timeout.
 A rank that fails after it has sent is alone with its error, and is missed in the next collective. If it goes
 on instead, ranks may be at different calls of equal sizes. So it counts such failures of a group, and every
 header has the count: from then on all exchanges of the group raise on every rank.
-
-A rank that failed and could not tell is one call ahead of the others if it goes on, and so is a backward that
-runs before another. So ranks count the forwards of a group that they begin, those that fail before their
-exchange too; every header has the count of its own, a backward's that of its forward, and where they differ
-all raise.
 """
 
 from __future__ import annotations
@@ -40,21 +35,6 @@ OK, FAILED = 0, 1
 
 _failed_alone: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 """Of each group: how often this rank failed where no other could know."""
-_turns: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""Of each group: how many forwards this rank has begun."""
-
-
-def turn_of(split: Split) -> int:
-    """Which forward of its group this rank began last."""
-    return 0 if split.ranks == 1 else _turns.get(split.group, 0)
-
-
-def _begin(split: Split) -> int:
-    """Count a forward."""
-    if split.ranks == 1:
-        return 0
-    _turns[split.group] = turn_of(split) + 1
-    return turn_of(split)
 
 
 class PeerFailure(RuntimeError):
@@ -66,7 +46,7 @@ class Exchange:
 
     ``what`` names the operation and its direction; it, the shape, the dtype, ``agreed`` and the context must
     be the same on every rank. Messages of different sizes no collective can compare: what they do is the
-    backend's affair. ``turn``: of a backward, what :func:`turn_of` said behind its forward.
+    backend's affair.
     """
 
     def __init__(
@@ -77,12 +57,10 @@ class Exchange:
         dtype: torch.dtype,
         device: torch.device,
         agreed: Mapping[str, Any] | None = None,
-        turn: int | None = None,
     ) -> None:
         import torch
 
         self._split, self._what = split, what
-        self._turn = _begin(split) if turn is None else turn
         self._shape, self._dtype, self._device = shape, dtype, device
         agreed = {} if agreed is None else agreed
         self._names = ", ".join(("shapes", *agreed))
@@ -176,14 +154,6 @@ class Exchange:
                 "after its exchange, where no other rank could know, and went on: the ranks may be at "
                 "different calls. Make a new group"
             )
-        turns = [header[5] for header in headers]
-        strange = [r for r, turn in enumerate(turns) if turn != turns[0]]
-        if strange:
-            raise PeerFailure(
-                f"{self._what}: rank {strange[0]} of the context-parallel group is at call "
-                f"{turns[strange[0]]} of the group, rank 0 at call {turns[0]}: one of them raised where no "
-                "other could know and went on, or they call in another order. Make a new group"
-            )
         differ = (
             (2, f"other arguments than rank 0 (these must agree: {self._names})"),
             (3, "another context than rank 0 (boundaries, layout and reduce_gradients must agree)"),
@@ -205,7 +175,7 @@ class Exchange:
 
         assert self._mine is not None
         alone = 0 if self._split.ranks == 1 else _failed_alone.get(self._split.group, 0)
-        words = [status, text, self._call, self._split.fingerprint, alone, self._turn, 0, 0]
+        words = [status, text, self._call, self._split.fingerprint, alone, 0, 0, 0]
         self._mine[:HEADER].copy_(torch.tensor(words, dtype=torch.int64).view(torch.uint8))
         self._work: Any = None
         self._sent = True
@@ -234,10 +204,7 @@ def failing(context: Any, exchange: Callable[[Split], Exchange | None]) -> Gener
         yield
     except BaseException as error:
         if split is not None:
-            turn = turn_of(split)
             _tell(error, lambda: exchange(split))
-            if turn_of(split) == turn:
-                _begin(split)
         raise
 
 

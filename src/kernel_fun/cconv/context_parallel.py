@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from kernel_fun._common.exchange import Exchange, agreed_size, failing, reduce_over, turn_of
+from kernel_fun._common.exchange import Exchange, agreed_size, failing, reduce_over
 from kernel_fun.cconv import autograd
 from kernel_fun.cconv.call import TENSORS, Call
 
@@ -83,13 +83,7 @@ class CausalConv1dParallel(torch.autograd.Function):
         ctx.facts, ctx.plan, ctx.split = call.facts(), plan, call.split
         # a rank whose saved tensors are gone or changed can still make the exchange, and tell
         ctx.exchange = partial(
-            _exchange,
-            _split(call),
-            BACKWARD,
-            call.weight.shape,
-            _wide(call.x),
-            call.x.device,
-            turn=turn_of(_split(call)),
+            _exchange, _split(call), BACKWARD, call.weight.shape, _wide(call.x), call.x.device
         )
         ctx.residual = None if residual is None else residual.dtype
         ctx.set_materialize_grads(False)
@@ -287,12 +281,11 @@ def _exchange(
     dtype: torch.dtype,
     device: torch.device,
     agreed: dict[str, Any] | None = None,
-    turn: int | None = None,
 ) -> Exchange | None:
     D, W = weight
     if not _exchanges(split, W):
         return None
-    return Exchange(split, what, (len(split.pieces), W - 1, D), dtype, device, agreed, turn)
+    return Exchange(split, what, (len(split.pieces), W - 1, D), dtype, device, agreed)
 
 
 def _telling(exchange: Exchange | None) -> AbstractContextManager[object]:

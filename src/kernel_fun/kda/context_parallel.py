@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from kernel_fun._common.exchange import Exchange, agreed_size, failing, reduce_over, turn_of
+from kernel_fun._common.exchange import Exchange, agreed_size, failing, reduce_over
 from kernel_fun.kda import chain, context_rows
 from kernel_fun.kda.autograd import _NoDoubleBackward, intermediate_states, undisturbed
 from kernel_fun.kda.call import TENSORS, Call
@@ -118,7 +118,7 @@ class ContextParallelKDA(torch.autograd.Function):
             out, carried = forward(call, plan)
         ctx.call, ctx.plan = call.without_tensors(), plan
         # a rank whose saved tensors are gone or changed can still make the exchange, and tell
-        ctx.exchange = _exchange(call, _split(call), BACKWARD, plan, turn_of(_split(call)))
+        ctx.exchange = _exchange(call, _split(call), BACKWARD, plan)
         ctx.save_for_backward(*tensors, *out.intra, out.h, out.v_new, *carried)
         ctx.set_materialize_grads(False)
         return out.o, out.ht
@@ -408,9 +408,7 @@ def _split(call: Call) -> Split:
     return call.split
 
 
-def _exchange(
-    call: Call, split: Split, what: str, plan: Plan, turn: int | None = None
-) -> Callable[[], Exchange]:
+def _exchange(call: Call, split: Split, what: str, plan: Plan) -> Callable[[], Exchange]:
     """Makes the exchange of a direction; holds no tensor."""
     p = plan.problem
     agreed = {
@@ -425,5 +423,4 @@ def _exchange(
         "A_log": call.A_log is None,
         "dt_bias": call.dt_bias is None,
     }
-    shape = message(split, *sizes(call))
-    return partial(Exchange, split, what, shape, wide(call), call.q.device, agreed, turn)
+    return partial(Exchange, split, what, message(split, *sizes(call)), wide(call), call.q.device, agreed)
