@@ -84,11 +84,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--device", default="cuda")
     parser.add_argument("--commit", help="commit of a clean copy that has no git")
     parser.add_argument("--out", type=Path, help="a .csv file (default: none)")
     args = parser.parse_args(argv)
     try:
-        device = machine.usable("the device", "cuda")
+        device = machine.usable("--device", args.device)
     except ValueError as error:
         parser.error(str(error))
     table: list[dict[str, Any]] = []

@@ -158,6 +158,16 @@ class Call:
     def tensors(self) -> tuple[Tensor | None, ...]:
         return (self.q, self.k, self.v, self.g, self.beta, self.A_log, self.dt_bias, self.initial_state)
 
+    def wide(self) -> torch.dtype:
+        """Of states: float64 where an input is, else float32."""
+        import torch
+
+        return (
+            torch.float64
+            if any(t is not None and t.dtype == torch.float64 for t in self.tensors())
+            else torch.float32
+        )
+
     def like(self, *, notes: Notes | None = None, **changes: Any) -> Call:
         """The same call with other values of some fields, already checked. ``notes``: those of its facts."""
         other = object.__new__(Call)

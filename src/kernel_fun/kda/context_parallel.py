@@ -44,7 +44,6 @@ from kernel_fun.kda.summaries import (
     part,
     sizes,
     unread,
-    wide,
     without,
     zeros,
 )
@@ -279,7 +278,7 @@ def _summary(rows: Call, intra: Intra, call: Call, split: Split, piece: Piece, f
         return torch.cat((ht, ht.new_zeros(HV, K, K)), -1)
     B, L = rows.q.shape[:2]
     values = torch.cat((rows.v, rows.v.new_zeros(B, L, HV, K)), -1)
-    identity = torch.eye(K, dtype=wide(call), device=call.q.device)
+    identity = torch.eye(K, dtype=call.wide(), device=call.q.device)
     start = torch.cat((identity.new_zeros(K, V), identity), -1).expand(1, HV, K, V + K)
     return final_states(rows.like(notes=rows.notes, v=values), intra, start, fwd_state)[0]
 
@@ -423,4 +422,4 @@ def _exchange(call: Call, split: Split, what: str, plan: Plan) -> Callable[[], E
         "A_log": call.A_log is None,
         "dt_bias": call.dt_bias is None,
     }
-    return partial(Exchange, split, what, message(split, *sizes(call)), wide(call), call.q.device, agreed)
+    return partial(Exchange, split, what, message(split, *sizes(call)), call.wide(), call.q.device, agreed)

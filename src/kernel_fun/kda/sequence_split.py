@@ -359,7 +359,7 @@ def _summaries(flat: Flat, by: Backend) -> Tensor:
     values = call.v.new_empty(1, T, HV, V + K)
     values[..., :V].copy_(call.v)
     values[..., V:].zero_()
-    start = torch.zeros(K, V + K, dtype=_wide(call), device=call.q.device)
+    start = torch.zeros(K, V + K, dtype=call.wide(), device=call.q.device)
     start[:, V:].fill_diagonal_(1.0)
     start = start.expand(segments.entries, HV, K, V + K)
     rows = _packed(
@@ -396,9 +396,3 @@ def _row(x: Tensor) -> Tensor:
 
 def _shaped(x: Tensor | None, call: Call) -> Tensor | None:
     return None if x is None else x.view(call.v.shape)
-
-
-def _wide(call: Call) -> torch.dtype:
-    """Of states: float64 where an input is, else float32."""
-    wide = any(t is not None and t.dtype == torch.float64 for t in call.tensors())
-    return torch.float64 if wide else torch.float32

@@ -107,7 +107,7 @@ def final_states(rows: Call, intra: Intra, start: Tensor | None, fwd_state: FwdS
 def unread(call: Call, chunks: int) -> tuple[Tensor, Tensor]:
     """In place of h and v_new: a reverse scan reads neither, it only hands them on."""
     HV, K, V = sizes(call)
-    one = call.q.new_empty(1, dtype=wide(call))
+    one = call.q.new_empty(1, dtype=call.wide())
     return one.expand(chunks, HV, K, V), one.expand(*call.q.shape[:2], HV, V)
 
 
@@ -119,7 +119,7 @@ def without(states: Tensor, rows: list[int]) -> Tensor:
 
 
 def k_first(states: Tensor, call: Call) -> Tensor:
-    return (states.mT if call.state_v_first else states).to(wide(call))
+    return (states.mT if call.state_v_first else states).to(call.wide())
 
 
 def as_asked(states: Tensor, call: Call) -> Tensor:
@@ -138,11 +138,5 @@ def sizes(call: Call) -> tuple[int, int, int]:
     return HV, call.q.shape[3], V
 
 
-def wide(call: Call) -> torch.dtype:
-    """Of states: float64 where an input is, else float32."""
-    is_wide = any(t is not None and t.dtype == torch.float64 for t in call.tensors())
-    return torch.float64 if is_wide else torch.float32
-
-
 def zeros(call: Call, shape: tuple[int, ...]) -> Tensor:
-    return torch.zeros(shape, dtype=wide(call), device=call.q.device)
+    return torch.zeros(shape, dtype=call.wide(), device=call.q.device)
