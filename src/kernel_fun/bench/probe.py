@@ -37,37 +37,46 @@ def main(argv: list[str]) -> int:
     call = family.caller(candidate, case, what)
     (torch.randn(64, 64, device=device) @ torch.randn(64, 64, device=device)).sum().item()
 
-    before = _forget_peak() if where == "cpu" else 0
+    before = _resident() if where == "cpu" else 0
     start = time.perf_counter()
     kept = call()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     seconds = time.perf_counter() - start
-    peak = _peak_rss() - before if where == "cpu" else None
+    peak = _peak_resident() - before if where == "cpu" else None
     del kept
     sys.stdout.write(json.dumps({"cold_s": seconds, "peak_bytes": peak}) + "\n")
     return 0
 
 
-def _forget_peak() -> int:
-    """Resets the peak resident set of this process, where the kernel allows; what it is now."""
+def _resident() -> int:
+    """Resident set of this process in bytes. Its peak is forgotten; where the kernel refuses that, what
+    :func:`_peak_resident` says of a later call is at least what that call took."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    return _peak_rss()
+    return _status("VmRSS") or _peak_resident()
 
 
-def _peak_rss() -> int:
-    """Peak resident set in bytes: since the last reset on Linux, since the start elsewhere."""
-    try:
-        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
+def _peak_resident() -> int:
+    """Peak resident set in bytes: since :func:`_resident` on Linux, since the start elsewhere."""
+    peak = _status("VmHWM")
+    if peak is not None:
+        return peak
     import resource
 
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _status(name: str) -> int | None:
+    """A field of Linux's account of this process, in bytes; None elsewhere."""
+    try:
+        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None
 
 
 if __name__ == "__main__":
