@@ -90,6 +90,12 @@ class Ranks:
             self._processes.append(process)
 
 
+def a_group_like(group: Any) -> Any:
+    """Another group of the same ranks. It is not destroyed: the next one would take its name, and what the
+    store holds of it."""
+    return dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
+
+
 def _serve(
     rank: int, store: str, link: Connection, path: list[str], backend: str, sizes: tuple[int, ...]
 ) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernel_fun.cconv import causal_conv1d, is_supported
 from kernel_fun.kda import build_cp_context
-from ranks import Raised, Ranks
+from ranks import Raised, Ranks, a_group_like
 
 LEAVES = ("x", "weight", "bias", "residual", "initial_state")
 BY_TOKEN = ("x", "residual")
@@ -181,7 +181,8 @@ MISTAKES = {
 
 
 def mistaken(group: Any, bad: int, change: dict[str, Any], alone: bool, **of_context: Any) -> str:
-    """Rank ``bad`` calls with other arguments; ``alone``: nobody else calls."""
+    """Rank ``bad`` calls with other arguments; ``alone``: nobody else calls, in a group of their own."""
+    group = a_group_like(group) if alone else group
     context = build_cp_context(torch.tensor([0, 48]), group, **of_context)
     x = context.shard(torch.randn(1, 48, D))
     arguments: dict[str, Any] = {"x": x, "weight": torch.randn(D, 4)}
@@ -234,6 +235,74 @@ def test_no_message_of_a_guessed_size_is_sent(what: str, ranks: Ranks) -> None:
     assert seconds < 20
     assert answers[0] == "did not call"
     assert answers[1].startswith(("ContractError: `weight`", "ContractTypeError: `weight`"))
+
+
+def going_on(group: Any, change: dict[str, Any]) -> list[str]:
+    """Rank 1 makes a mistake before its first call, and every rank calls twice."""
+    context = build_cp_context(torch.tensor([0, 48]), a_group_like(group))
+    good = {"x": context.shard(torch.randn(1, 48, D)), "weight": torch.randn(D, 4)}
+    said: list[str] = []
+    for arguments in ({**good, **change}, good, good)[dist.get_rank(group) == 0 :]:
+        try:
+            causal_conv1d(**arguments, cp_context=context)
+            said.append("returned")
+        except (TypeError, ValueError, RuntimeError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+@pytest.mark.parametrize("what", UNTOLD)
+def test_a_rank_that_could_not_tell_and_goes_on_is_found(what: str, ranks: Ranks) -> None:
+    first, second = ranks.run(2, going_on, UNTOLD[what])
+    assert second.pop(0).startswith(("ContractError: `weight`", "ContractTypeError: `weight`"))
+    for text in (*first, *second):
+        assert text.startswith(
+            "PeerFailure: causal_conv1d forward: rank 1 of the context-parallel group failed in 1"
+        )
+
+
+def without_exchange(group: Any) -> list[str]:
+    """A convolution of one tap makes no exchange, so a rank whose call of one is refused is not ahead."""
+    context = build_cp_context(torch.tensor([0, 48]), a_group_like(group))
+    x, said = context.shard(torch.randn(1, 48, D)), list[str]()
+    for taps in (1, 4):
+        refused = taps == 1 and dist.get_rank(group) == 1
+        try:
+            causal_conv1d(x, torch.randn(D, taps), activation="tanh" if refused else None, cp_context=context)
+            said.append("returned")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_where_nobody_waits_nobody_is_ahead(ranks: Ranks) -> None:
+    first, (refused, *more) = ranks.run(2, without_exchange)
+    assert "`activation` must be None" in refused
+    assert [*first, *more] == ["returned"] * 3
+
+
+def backwards(group: Any, order: tuple[tuple[int, ...], ...]) -> list[str]:
+    """Each rank runs the backwards of two calls of the same sizes in its own order."""
+    context = build_cp_context(torch.tensor([0, 48]), group)
+    x = torch.randn(1, 24, D, requires_grad=True)
+    outputs = [causal_conv1d(x, torch.randn(D, 4), cp_context=context)[0] for _ in range(2)]
+    said: list[str] = []
+    for i in order[dist.get_rank(group)]:
+        try:
+            outputs[i].sum().backward()
+            said.append("returned")
+        except RuntimeError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def test_backwards_in_another_order_are_found(ranks: Ranks) -> None:
+    first, second = ranks.run(2, backwards, ((0, 1), (1, 0)))
+    for text in (*first, *second):
+        assert text.startswith(
+            "PeerFailure: causal_conv1d backward: rank 1 of the context-parallel group runs"
+        )
+    assert ranks.run(2, backwards, ((1, 0), (1, 0))) == [["returned"] * 2] * 2
 
 
 def speechless(group: Any) -> tuple[str, list[str]] | None:

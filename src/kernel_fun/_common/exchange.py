@@ -8,7 +8,11 @@ large the message of the others is, is missed until the group's timeout.
 
 A rank that fails after it has sent is alone with its error, and is missed in the next collective. If it goes
 on instead, ranks may be at different calls of equal sizes. So it counts such failures of a group, and every
-header has the count: from then on all exchanges of the group raise on every rank.
+header has the count: from then on all exchanges of the group raise on every rank. A failure that could not be
+told is counted too; there the ranks must agree, as all of them may have made the same mistake.
+
+Every exchange of a group is one of each of its ranks, so its number is the same on all of them. The header of
+a backward has the number of its forward: ranks that run backwards in different orders raise.
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from kernel_fun._common import context_parallel
@@ -33,8 +39,31 @@ HEADER = 64
 """Bytes before the data: eight int64 words, so that the data stays aligned."""
 OK, FAILED = 0, 1
 
-_failed_alone: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""Of each group: how often this rank failed where no other could know."""
+
+@dataclass
+class _Past:
+    """What this rank has done in a group."""
+
+    exchanges: int = 0
+    """Begun, with data or an error."""
+    untold: int = 0
+    """Failures before an exchange that the other ranks could not be told of."""
+    alone: int = 0
+    """Failures after an exchange, where no other rank could know."""
+
+
+_pasts: weakref.WeakKeyDictionary[Any, _Past] = weakref.WeakKeyDictionary()
+
+
+def _past(group: Any) -> _Past:
+    return _pasts.setdefault(group, _Past())
+
+
+class Silence(Enum):
+    """Why a rank that fails tells no other."""
+
+    NOBODY_WAITS = "the call makes no exchange"
+    UNKNOWN_SIZE = "the arguments do not say how large the message of the others is"
 
 
 class PeerFailure(RuntimeError):
@@ -45,8 +74,8 @@ class Exchange:
     """An all-gather of one tensor per rank, in flight between :meth:`send` and :meth:`receive`.
 
     ``what`` names the operation and its direction; it, the shape, the dtype, ``agreed`` and the context must
-    be the same on every rank. Messages of different sizes no collective can compare: what they do is the
-    backend's affair.
+    be the same on every rank, and so must ``of``: in a backward, the ``number`` of the forward's exchange.
+    Messages of different sizes no collective can compare: what they do is the backend's affair.
     """
 
     def __init__(
@@ -57,9 +86,13 @@ class Exchange:
         dtype: torch.dtype,
         device: torch.device,
         agreed: Mapping[str, Any] | None = None,
+        of: int = 0,
     ) -> None:
         import torch
 
+        self.number = 0
+        """Of this exchange among those of its group, from 1; 0 before it begins."""
+        self._of = of
         self._split, self._what = split, what
         self._shape, self._dtype, self._device = shape, dtype, device
         agreed = {} if agreed is None else agreed
@@ -85,14 +118,18 @@ class Exchange:
     def or_tell(self) -> Generator[None]:
         """An exception in the block reaches its caller, and before :meth:`send` every rank. After it, one
         that the other ranks do not raise too makes every later exchange of the group raise."""
-        self.reserve()
+        try:
+            self.reserve()
+        except BaseException:
+            _untold(self._split.group)
+            raise
         try:
             yield
         except BaseException as error:
             if not self._sent:
-                _tell(error, lambda: self)
+                _tell(error, self._split.group, lambda: self)
             elif not isinstance(error, PeerFailure) and self._split.ranks > 1:
-                _failed_alone[self._split.group] = _failed_alone.get(self._split.group, 0) + 1
+                _past(self._split.group).alone += 1
             raise
 
     def send(self, data: Tensor) -> None:
@@ -154,6 +191,14 @@ class Exchange:
                 "after its exchange, where no other rank could know, and went on: the ranks may be at "
                 "different calls. Make a new group"
             )
+        untold = [header[5] for header in headers]
+        if len(set(untold)) > 1:
+            most = max(untold)
+            raise PeerFailure(
+                f"{self._what}: rank {untold.index(most)} of the context-parallel group failed in {most} "
+                f"earlier calls where the other ranks could not be told, rank {untold.index(min(untold))} in "
+                f"{min(untold)}, and went on: the ranks may be at different calls. Make a new group"
+            )
         differ = (
             (2, f"other arguments than rank 0 (these must agree: {self._names})"),
             (3, "another context than rank 0 (boundaries, layout and reduce_gradients must agree)"),
@@ -168,14 +213,21 @@ class Exchange:
                     f"{self._what}: rank {strange[0]} of the context-parallel group called with {what}, "
                     f"or called something else"
                 )
+        forwards = [header[6] for header in headers]
+        strange = [r for r, number in enumerate(forwards) if number != forwards[0]]
+        if strange:
+            raise PeerFailure(
+                f"{self._what}: rank {strange[0]} of the context-parallel group runs the backward of another "
+                "call than rank 0: all ranks must run them in the same order"
+            )
 
     def _start(self, status: int, text: int = 0) -> None:
         import torch
         import torch.distributed as dist
 
         assert self._mine is not None
-        alone = 0 if self._split.ranks == 1 else _failed_alone.get(self._split.group, 0)
-        words = [status, text, self._call, self._split.fingerprint, alone, 0, 0, 0]
+        past = _Past() if self._split.ranks == 1 else _past(self._split.group)
+        words = [status, text, self._call, self._split.fingerprint, past.alone, past.untold, self._of, 0]
         self._mine[:HEADER].copy_(torch.tensor(words, dtype=torch.int64).view(torch.uint8))
         self._work: Any = None
         self._sent = True
@@ -184,6 +236,8 @@ class Exchange:
         library: Any = dist  # the collective has its new name since torch 2.13
         gather = getattr(library, "all_gather_single", None) or library.all_gather_into_tensor
         self._work = gather(self._all.view(-1), self._mine, group=self._split.group, async_op=True)
+        past.exchanges += 1
+        self.number = past.exchanges
 
     def _wait(self) -> None:
         if self._work is not None:
@@ -192,33 +246,49 @@ class Exchange:
 
 
 @contextlib.contextmanager
-def failing(context: Any, exchange: Callable[[Split], Exchange | None]) -> Generator[None]:
+def failing(context: Any, exchange: Callable[[Split], Exchange | Silence]) -> Generator[None]:
     """Around what comes before an operation's exchange: an exception in it reaches every rank of the group.
 
-    ``exchange`` makes the one that the other ranks wait in, or None where none waits or the arguments do not
-    tell its size: a message of another size would do them more harm than silence. A mistake in the context
-    itself, which may be None, is raised without a word to the others: they make the same.
+    ``exchange`` makes the one that the other ranks wait in. Where the arguments do not tell its size it makes
+    none: a message of another size would do them more harm than silence. A mistake in the context itself,
+    which may be None, is raised without a word to the others: they make the same.
     """
-    split = None if context is None else context_parallel.read(context)
+    split = None
     try:
+        split = None if context is None else context_parallel.read(context)
         yield
     except BaseException as error:
         if split is not None:
-            _tell(error, lambda: exchange(split))
+            group, read = split.group, split
+            _tell(error, group, lambda: exchange(read))
+        elif context is not None:
+            _untold(getattr(context, "group", None))
         raise
 
 
-def _tell(error: BaseException, exchange: Callable[[], Exchange | None]) -> None:
+def _tell(error: BaseException, group: Any, exchange: Callable[[], Exchange | Silence]) -> None:
     """Send an error to the other ranks; where that fails, say so, and leave the error as it is."""
+    theirs = None
     try:
         theirs = exchange()
-        if theirs is not None:
+        if isinstance(theirs, Exchange):
             theirs.tell(error)
+        elif theirs is Silence.UNKNOWN_SIZE:
+            _untold(group)
     except Exception as why:
+        if not (isinstance(theirs, Exchange) and theirs.number):
+            _untold(group)
         logging.getLogger("kernel_fun").warning(
             "kernel-fun: the other ranks of the context-parallel group were not told of %s (%s: %s)",
             type(error).__name__, type(why).__name__, why,
         )  # fmt: skip
+
+
+def _untold(group: Any) -> None:
+    import torch.distributed as dist
+
+    if dist.is_available() and isinstance(group, dist.ProcessGroup):
+        _past(group).untold += 1
 
 
 def agreed_size(*tellers: Iterable[int]) -> int | None:

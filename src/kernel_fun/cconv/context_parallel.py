@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from kernel_fun._common.exchange import Exchange, agreed_size, failing, reduce_over
+from kernel_fun._common.exchange import Exchange, Silence, agreed_size, failing, reduce_over
 from kernel_fun.cconv import autograd
 from kernel_fun.cconv.call import TENSORS, Call
 
@@ -34,14 +34,16 @@ FORWARD, BACKWARD = "causal_conv1d forward", "causal_conv1d backward"
 def failing_together(arguments: dict[str, Any]) -> AbstractContextManager[None]:
     """Around what a rank checks before its forward: its exception reaches every rank of the cp group."""
 
-    def exchange(split: Split) -> Exchange | None:
+    def exchange(split: Split) -> Exchange | Silence:
         given = {n: arguments[n] for n in TENSORS if isinstance(arguments[n], torch.Tensor)}
         sizes = _sizes_told(given, getattr(arguments["cp_context"], "conv1d_kernel_size", None))
         # of an x that is no tensor only the others tell whether it is float64
         typed = [given["x"]] if "x" in given else list(given.values())
         wide = agreed_size(t.dtype == torch.float64 for t in typed)
-        if sizes is None or wide is None or not _exchanges(split, sizes[1]):
-            return None
+        if sizes is None or wide is None:
+            return Silence.UNKNOWN_SIZE
+        if not _exchanges(split, sizes[1]):
+            return Silence.NOBODY_WAITS
         device = next(iter(given.values())).device
         shape = (len(split.pieces), sizes[1] - 1, sizes[0])
         return Exchange(split, FORWARD, shape, torch.float64 if wide else torch.float32, device)
@@ -67,7 +69,7 @@ def run(call: Call, plan: Plan) -> tuple[Tensor, Tensor | None]:
     if plan.problem.needs_grad:
         return CausalConv1dParallel.apply(call, plan, *call.tensors())
     with torch.no_grad():
-        y, ht, _ = forward(call, plan)
+        y, ht, _ = forward(call, plan, _exchange_of_forward(call, plan))
         return y, ht
 
 
@@ -77,13 +79,15 @@ class CausalConv1dParallel(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, plan: Plan, *tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        y, ht, before = forward(call, plan)
+        exchange = _exchange_of_forward(call, plan)
+        y, ht, before = forward(call, plan, exchange)
         x, weight, bias, residual, h0 = tensors
         ctx.save_for_backward(x, weight, bias, h0, before, call.cu_seqlens)
         ctx.facts, ctx.plan, ctx.split = call.facts(), plan, call.split
         # a rank whose saved tensors are gone or changed can still make the exchange, and tell
+        number = 0 if exchange is None else exchange.number
         ctx.exchange = partial(
-            _exchange, _split(call), BACKWARD, call.weight.shape, _wide(call.x), call.x.device
+            _exchange, _split(call), BACKWARD, call.weight.shape, _wide(call.x), call.x.device, of=number
         )
         ctx.residual = None if residual is None else residual.dtype
         ctx.set_materialize_grads(False)
@@ -109,21 +113,11 @@ class CausalConv1dParallel(torch.autograd.Function):
         return (None, None, *results)
 
 
-def forward(call: Call, plan: Plan) -> tuple[Tensor, Tensor | None, Tensor]:
+def forward(call: Call, plan: Plan, exchange: Exchange | None) -> tuple[Tensor, Tensor | None, Tensor]:
     """y, the final states (0 where a sequence ends elsewhere), and the inputs before each piece
     ``[pieces, W-1, D]``, 0 where its first sequence begins there."""
     split = _split(call)
     W, D = call.weight.shape[1], call.x.shape[2]
-    agreed: dict[str, Any] = {
-        "dtype of x": call.x.dtype,
-        "a gradient needed": plan.problem.needs_grad,
-        "activation": call.activation,
-    }
-    if split.reduce_gradients:  # the backwards then meet in a sum of these
-        agreed["gradients of weight and bias"] = [
-            None if p is None else (p.dtype, p.requires_grad) for p in (call.weight, call.bias)
-        ]
-    exchange = _exchange(split, FORWARD, call.weight.shape, _wide(call.x), call.x.device, agreed)
     with _telling(exchange):
         plan.load("fwd")
         before = torch.zeros(len(split.pieces), W - 1, D, dtype=_wide(call.x), device=call.x.device)
@@ -274,6 +268,20 @@ def _exchanges(split: Split, W: int) -> bool:
     return W > 1 or split.reduce_gradients
 
 
+def _exchange_of_forward(call: Call, plan: Plan) -> Exchange | None:
+    split = _split(call)
+    agreed: dict[str, Any] = {
+        "dtype of x": call.x.dtype,
+        "a gradient needed": plan.problem.needs_grad,
+        "activation": call.activation,
+    }
+    if split.reduce_gradients:  # the backwards then meet in a sum of these
+        agreed["gradients of weight and bias"] = [
+            None if p is None else (p.dtype, p.requires_grad) for p in (call.weight, call.bias)
+        ]
+    return _exchange(split, FORWARD, call.weight.shape, _wide(call.x), call.x.device, agreed)
+
+
 def _exchange(
     split: Split,
     what: str,
@@ -281,11 +289,12 @@ def _exchange(
     dtype: torch.dtype,
     device: torch.device,
     agreed: dict[str, Any] | None = None,
+    of: int = 0,
 ) -> Exchange | None:
     D, W = weight
     if not _exchanges(split, W):
         return None
-    return Exchange(split, what, (len(split.pieces), W - 1, D), dtype, device, agreed)
+    return Exchange(split, what, (len(split.pieces), W - 1, D), dtype, device, agreed, of)
 
 
 def _telling(exchange: Exchange | None) -> AbstractContextManager[object]:

@@ -96,21 +96,30 @@ def causal_conv1d(
             (docs/scaling.md says which failures reach every rank).
     """
     arguments = locals()
-    signature = known.signature(arguments)
-    call, plan = known.recall(signature, arguments) or _planned(signature, arguments)
+    if cp_context is None:
+        signature = known.signature(arguments)
+        call, plan = known.recall(signature, arguments) or _planned(signature, arguments)
+    else:
+        call, plan = _bound_together(arguments)
     if plan.backend == "fla":
         return fallback.causal_conv1d(call.verbatim)
     y, final_state = (autograd if call.split is None else context_parallel).run(call, plan)
     return y if x.dim() == 3 else y.view(x.shape), final_state
 
 
+def _bound_together(arguments: dict[str, Any]) -> tuple[Call, Plan]:
+    """As every rank of a group binds its call; what one raises here reaches all."""
+    with context_parallel.failing_together(arguments):
+        signature = known.signature(arguments)
+        return known.recall(signature, arguments) or _planned(signature, arguments)
+
+
 def _planned(signature: Hashable | None, arguments: dict[str, Any]) -> tuple[Call, Plan]:
     """Bind a call, plan it and say who serves it."""
-    with context_parallel.failing_together(arguments):
-        call = bind(arguments)
-        plan = dispatch.plan(call.problem(), devices.of(arguments["x"].device))
-        if plan.backend != "fla" and call.unknown:
-            raise _unexpected(call.unknown[0], plan)
+    call = bind(arguments)
+    plan = dispatch.plan(call.problem(), devices.of(arguments["x"].device))
+    if plan.backend != "fla" and call.unknown:
+        raise _unexpected(call.unknown[0], plan)
     announce(plan, "causal_conv1d")
     known.keep(signature, call, plan)
     return call, plan

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from kernel_fun._common.exchange import Exchange, agreed_size, failing, reduce_over
+from kernel_fun._common.exchange import Exchange, Silence, agreed_size, failing, reduce_over
 from kernel_fun.kda import chain, context_rows
 from kernel_fun.kda.autograd import _NoDoubleBackward, intermediate_states, undisturbed
 from kernel_fun.kda.call import TENSORS, Call
@@ -49,8 +49,6 @@ from kernel_fun.kda.summaries import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
     from kernel_fun._common.context_parallel import Piece, Split
@@ -62,7 +60,7 @@ FORWARD, BACKWARD = "chunk_kda forward", "chunk_kda backward"
 def failing_together(arguments: dict[str, Any]) -> AbstractContextManager[None]:
     """Around what a rank checks before its forward: its exception reaches every rank of the cp group."""
 
-    def exchange(split: Split) -> Exchange | None:
+    def exchange(split: Split) -> Exchange | Silence:
         kwargs = arguments["kwargs"]
         gate = {n: kwargs.get(n) for n in ("A_log", "dt_bias")} if arguments["use_gate_in_kernel"] else {}
         given = {
@@ -70,7 +68,7 @@ def failing_together(arguments: dict[str, Any]) -> AbstractContextManager[None]:
         }
         told = _sizes_told(given, bool(arguments["state_v_first"] or kwargs.get("transpose_state_layout")))
         if told is None:
-            return None
+            return Silence.UNKNOWN_SIZE
         is_wide = any(x.dtype == torch.float64 for x in given.values())
         dtype, device = torch.float64 if is_wide else torch.float32, next(iter(given.values())).device
         return Exchange(split, FORWARD, message(split, *told), dtype, device)
@@ -101,7 +99,7 @@ def run(call: Call, plan: Plan) -> Any:
     if plan.problem.needs_grad:
         return ContextParallelKDA.apply(call, plan, *call.tensors())
     with undisturbed(call):
-        out, _ = forward(call, plan)
+        out, _ = forward(call, plan, _exchange(call, FORWARD, plan))
     if not call.return_intermediate_states:
         return out.o, out.ht
     return out.o, out.ht, intermediate_states(call, out)
@@ -113,11 +111,12 @@ class ContextParallelKDA(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, plan: Plan, *tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        exchange = _exchange(call, FORWARD, plan)
         with undisturbed(call):
-            out, carried = forward(call, plan)
+            out, carried = forward(call, plan, exchange)
         ctx.call, ctx.plan = call.without_tensors(), plan
         # a rank whose saved tensors are gone or changed can still make the exchange, and tell
-        ctx.exchange = _exchange(call, _split(call), BACKWARD, plan)
+        ctx.exchange = partial(Exchange, *_facts(call, BACKWARD, plan), exchange.number)
         ctx.save_for_backward(*tensors, *out.intra, out.h, out.v_new, *carried)
         ctx.set_materialize_grads(False)
         return out.o, out.ht
@@ -144,10 +143,9 @@ class ContextParallelKDA(torch.autograd.Function):
         return (None, None, *results)
 
 
-def forward(call: Call, plan: Plan) -> tuple[chain.Forward, Carried]:
+def forward(call: Call, plan: Plan, exchange: Exchange) -> tuple[chain.Forward, Carried]:
     """Summaries, one all-gather, the fold, the ordinary scan."""
     split = _split(call)
-    exchange = _exchange(call, split, FORWARD, plan)()
     with exchange.or_tell():
         path = context_rows.forward if context_rows.holds(split) else _forward
         return path(call, plan, split, exchange)
@@ -407,9 +405,13 @@ def _split(call: Call) -> Split:
     return call.split
 
 
-def _exchange(call: Call, split: Split, what: str, plan: Plan) -> Callable[[], Exchange]:
-    """Makes the exchange of a direction; holds no tensor."""
-    p = plan.problem
+def _exchange(call: Call, what: str, plan: Plan) -> Exchange:
+    return Exchange(*_facts(call, what, plan))
+
+
+def _facts(call: Call, what: str, plan: Plan) -> tuple[Any, ...]:
+    """Of an exchange, its arguments but ``of``; no tensor."""
+    p, split = plan.problem, _split(call)
     agreed = {
         "H": p.H,
         "dtypes of the inputs": p.dtypes,
@@ -422,4 +424,4 @@ def _exchange(call: Call, split: Split, what: str, plan: Plan) -> Callable[[], E
         "A_log": call.A_log is None,
         "dt_bias": call.dt_bias is None,
     }
-    return partial(Exchange, split, what, message(split, *sizes(call)), call.wide(), call.q.device, agreed)
+    return split, what, message(split, *sizes(call)), call.wide(), call.q.device, agreed

@@ -130,8 +130,11 @@ def chunk_kda(
     flash-linear-attention; docs/kda.md derives both.
     """
     arguments = locals()
-    signature = known.signature(arguments)
-    call, plan = known.recall(signature, arguments) or _planned(signature, arguments)
+    if cp_context is None:
+        signature = known.signature(arguments)
+        call, plan = known.recall(signature, arguments) or _planned(signature, arguments)
+    else:
+        call, plan = _bound_together(arguments)
     if plan.backend == "fla":
         return fallback.chunk_kda(call.verbatim)
     if call.split is not None:
@@ -139,15 +142,21 @@ def chunk_kda(
     return autograd.run(call, plan)
 
 
+def _bound_together(arguments: dict[str, Any]) -> tuple[Call, Plan]:
+    """As every rank of a group binds its call; what one raises here reaches all."""
+    with context_parallel.failing_together(arguments):
+        signature = known.signature(arguments)
+        return known.recall(signature, arguments) or _planned(signature, arguments)
+
+
 def _planned(signature: Hashable | None, arguments: dict[str, Any]) -> tuple[Call, Plan]:
     """Bind a call, plan it and say who serves it."""
     q = arguments["q"]
-    with context_parallel.failing_together(arguments):
-        _refuse_unknown(compat.CHUNK_KDA, q, tuple(arguments["kwargs"]))
-        call = bind(arguments)
-        plan = dispatch.plan(call.problem(), devices.of(q.device))
-        if plan.backend != "fla" and call.unknown:
-            raise _unknown_keyword("chunk_kda", call.unknown)
+    _refuse_unknown(compat.CHUNK_KDA, q, tuple(arguments["kwargs"]))
+    call = bind(arguments)
+    plan = dispatch.plan(call.problem(), devices.of(q.device))
+    if plan.backend != "fla" and call.unknown:
+        raise _unknown_keyword("chunk_kda", call.unknown)
     announce(plan, "chunk_kda")
     known.keep(signature, call, plan)
     return call, plan
