@@ -1,6 +1,7 @@
 """Errors of every output and gradient of chunk_kda beside those of a peer, over lengths and gates.
 
-    python -m benchmarks.accuracy [--candidate sm90] [--peer fla] [--regime bounded] [--out FOLDER]
+    python -m benchmarks.accuracy [--candidate sm90] [--peer fla] [--regime bounded] [--initial-state]
+        [--out FOLDER]
 
 Both run on the same bf16 inputs; the truth is the eager backend in float64. An error is the norm of the
 difference over that of the truth, all tokens, heads and seeds together: dA_log is one number a head, and in a
@@ -49,11 +50,13 @@ COLUMNS: tuple[str, ...] = (
 )
 
 
-def rows(candidate: str, peer: str, regime: str, T: int, device: torch.device) -> Generator[dict[str, Any]]:
-    """A row for every tensor of one gate and length."""
+def rows(
+    candidate: str, peer: str, regime: str, T: int, device: torch.device, initial_state: bool = False
+) -> Generator[dict[str, Any]]:
+    """A row for every tensor of one gate and length; ``initial_state``: each sequence begins with one."""
     sums: dict[str, list[float]] = {}
     for seed in range(LENGTHS[T]):
-        _add(sums, regime, T, seed, (candidate, peer), device)
+        _add(sums, regime, T, seed, (candidate, peer), device, initial_state)
     for name, (ours, theirs, size) in sums.items():
         if size == 0.0:
             continue
@@ -64,9 +67,20 @@ def rows(candidate: str, peer: str, regime: str, T: int, device: torch.device) -
 
 
 def _add(
-    sums: dict[str, list[float]], regime: str, T: int, seed: int, names: tuple[str, str], device: torch.device
+    sums: dict[str, list[float]],
+    regime: str,
+    T: int,
+    seed: int,
+    names: tuple[str, str],
+    device: torch.device,
+    initial_state: bool,
 ) -> None:
-    problem: dict[str, Any] = {**HEADS, "dtype": torch.bfloat16, "output_final_state": True}
+    problem: dict[str, Any] = {
+        **HEADS,
+        "dtype": torch.bfloat16,
+        "output_final_state": True,
+        "initial_state": initial_state,
+    }
     inputs = testing.make_inputs(regime, T=T, device=str(device), seed=seed, **problem)
     upstream = testing.make_upstream(inputs, seed=seed + 1)
     peculiar = {"safe_gate": True} if regime == "bounded" else {}
@@ -100,6 +114,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--length", action="append", type=int, choices=LENGTHS, help="repeatable (default: all)"
     )
+    parser.add_argument(
+        "--initial-state",
+        action="store_true",
+        help="with a random initial state, and the error of its gradient",
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--commit", help="commit of a clean copy that has no git")
     parser.add_argument("--out", type=Path, help="folder of records, or a .csv file (default: none)")
@@ -108,7 +127,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(max(1, torch.get_num_threads() // len(REGIMES)))
     regimes, lengths = args.regime or REGIMES, args.length or tuple(LENGTHS)
     about = runs.made(device, args.commit)
-    path = None if args.out is None else _path(args.out, about, args.regime or [])
+    named = [*(args.regime or []), *(["states"] if args.initial_state else [])]
+    path = None if args.out is None else _path(args.out, about, named)
     with ExitStack() as stack:
         if args.peer == "fla" and "FLA_CACHE_MODE" not in os.environ:
             stack.enter_context(kept.kept_configs(kept.archives(), HEADS["H"], HEADS["V"], exactly=False))
@@ -116,12 +136,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = stack.enter_context(path.open("x", encoding="utf-8", newline="", buffering=1))
-            file.write(f"# {runs.line(about)}; {HEADS}, bfloat16\n")
+            begins = ", from an initial state" if args.initial_state else ""
+            file.write(f"# {runs.line(about)}; {HEADS}, bfloat16{begins}\n")
             table = csv.DictWriter(file, COLUMNS)
             table.writeheader()
         for regime in regimes:
             for T in lengths:
-                found = list(rows(args.candidate, args.peer, regime, T, device))
+                found = list(rows(args.candidate, args.peer, regime, T, device, args.initial_state))
                 shown = (f"{r['tensor']} {r['error']:.2e} ({r['ratio']:.2f})" for r in found)
                 print(f"{regime} T{T}", *shown, flush=True)
                 if table is not None:
@@ -131,11 +152,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _path(out: Path, about: dict[str, Any], regimes: Sequence[str]) -> Path:
+def _path(out: Path, about: dict[str, Any], named: Sequence[str]) -> Path:
     if out.suffix == ".csv":
         return out
     stamp = re.sub(r"[^0-9TZ]", "", about["utc"])
-    name = "-".join([stamp, about["commit"][:12], "accuracy", *regimes])
+    name = "-".join([stamp, about["commit"][:12], "accuracy", *named])
     return runs.folder(out, about) / f"{name}.csv"
 
 

@@ -28,11 +28,13 @@ def test_rows_are_written_as_they_come(
     real = accuracy.rows
     lengths: list[int] = []
 
-    def rows(candidate: str, peer: str, regime: str, T: int, device: torch.device) -> Any:
+    def rows(
+        candidate: str, peer: str, regime: str, T: int, device: torch.device, initial_state: bool
+    ) -> Any:
         lengths.append(T)
         if T == 16:
             raise KeyboardInterrupt
-        return real(candidate, peer, regime, T, device)
+        return real(candidate, peer, regime, T, device, initial_state)
 
     monkeypatch.setattr(accuracy, "rows", rows)
     out = tmp_path / "found.csv"
@@ -47,6 +49,20 @@ def test_rows_are_written_as_they_come(
     assert {(r["regime"], r["T"], r["seeds"]) for r in found} == {("bounded", "15", "16")}
     assert all(float(r["error"]) == 0 for r in found)  # the truth is the eager backend
     assert capsys.readouterr().out.startswith("bounded T15 o ")
+
+
+def test_the_gradient_of_an_initial_state_is_compared_on_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accuracy, "HEADS", {"H": 2, "HV": 2, "K": 16, "V": 16})
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
+    out = tmp_path / "found.csv"
+    given = ["--candidate=eager", "--peer=eager", "--device=cpu", "--regime=spikes", "--length=15"]
+    accuracy.main([*given, "--initial-state", f"--out={out}"])
+    header, *lines = out.read_text().splitlines()
+    assert header.endswith("from an initial state")
+    (row,) = (r for r in csv.DictReader(lines) if r["tensor"] == "dh0")
+    assert float(row["error"]) == 0
 
 
 def _kept(folder: Path, results: list[tuple[str, list[Any], dict[int, float]]]) -> Path:
