@@ -169,6 +169,7 @@ def test_where_one_rank_raises_all_do_and_none_waits(bad: int, ranks: Ranks) -> 
 
 MISTAKES = {
     "no x": ({"x": None}, "`x` must be a torch.Tensor, got NoneType"),
+    "x of integers": ({"x": torch.zeros(1, 24, D, dtype=torch.int64)}, "`x` must be"),
     "x of two dimensions": ({"x": torch.zeros(24, D)}, "`x` must have shape"),
     "x on the meta device": ({"x": torch.zeros(1, 24, D, device="meta")}, "`x` must hold data"),
     "a sparse x": ({"x": torch.zeros(1, 24, D).to_sparse()}, "`x` must be a dense tensor"),
@@ -257,7 +258,7 @@ def test_a_rank_that_could_not_tell_and_goes_on_is_found(what: str, ranks: Ranks
     assert second.pop(0).startswith(("ContractError: `weight`", "ContractTypeError: `weight`"))
     for text in (*first, *second):
         assert text.startswith(
-            "PeerFailure: causal_conv1d forward: rank 1 of the context-parallel group failed in 1"
+            "PeerFailure: causal_conv1d forward: ranks of the context-parallel group went on"
         )
 
 
@@ -283,7 +284,7 @@ def test_where_nobody_waits_nobody_is_ahead(ranks: Ranks) -> None:
 
 def backwards(group: Any, order: tuple[tuple[int, ...], ...]) -> list[str]:
     """Each rank runs the backwards of two calls of the same sizes in its own order."""
-    context = build_cp_context(torch.tensor([0, 48]), group)
+    context = build_cp_context(torch.tensor([0, 48]), a_group_like(group))
     x = torch.randn(1, 24, D, requires_grad=True)
     outputs = [causal_conv1d(x, torch.randn(D, 4), cp_context=context)[0] for _ in range(2)]
     said: list[str] = []
@@ -356,7 +357,9 @@ def test_a_sum_that_only_some_ranks_would_make_is_refused_by_all(how: str, W: in
     answers, seconds = ranks.try_run(2, summed_on_one, W, how)
     assert seconds < 20
     for answer in answers:
-        assert answer.startswith("PeerFailure: causal_conv1d forward: rank 1 of the context-parallel group")
+        assert answer.startswith(
+            "PeerFailure: causal_conv1d forward: ranks 0 and 1 of the context-parallel group"
+        )
         assert "gradients of weight and bias" in answer
 
 

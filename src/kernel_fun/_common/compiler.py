@@ -27,11 +27,14 @@ def outside_compiler(function: F) -> F:
     return cast(F, wrapper)
 
 
-def traced_by(trace: Callable[[tuple[Any, ...], dict[str, Any]], tuple[bool, Any]]) -> Callable[[F], F]:
+def traced_by(
+    trace: Callable[[tuple[Any, ...], dict[str, Any]], tuple[bool, Any]],
+    unbound: Callable[[dict[str, Any]], None],
+) -> Callable[[F], F]:
     """Decorator: under torch.compile a function is what ``trace(args, kwargs)`` does.
 
     ``trace`` returns (True, results), or (False, anything) for a call that has to run as it is, at a graph
-    break.
+    break. ``unbound(kwargs)`` is told of a call that Python refuses: an argument is missing, or given twice.
     """
 
     def decorate(function: F) -> F:
@@ -42,7 +45,12 @@ def traced_by(trace: Callable[[tuple[Any, ...], dict[str, Any]], tuple[bool, Any
             if torch.compiler.is_compiling():
                 traced, results = trace(args, kwargs)
                 return results if traced else torch.compiler.disable(function)(*args, **kwargs)
-            return function(*args, **kwargs)
+            try:
+                return function(*args, **kwargs)
+            except TypeError as error:
+                if error.__traceback__ is not None and error.__traceback__.tb_next is None:
+                    unbound(kwargs)
+                raise
 
         return cast(F, wrapper)
 

@@ -1,24 +1,24 @@
 """The one collective of a context-parallel operation: an all-gather that also tells of failures.
 
 A rank that raised before its turn still takes part: it sends its error instead of data, and every rank
-raises. So does a call that differs between ranks. Each rank's message is a header of 64 bytes and the data.
+raises. So does a call that differs between ranks. Each rank's message is a header of 128 bytes and the data.
 What the gather needs is allocated before the work it carries the result of, so that a rank which runs out of
 memory in that work can still tell. A rank that cannot allocate even this, or whose arguments do not say how
 large the message of the others is, is missed until the group's timeout.
 
-A rank that fails after it has sent is alone with its error, and is missed in the next collective. If it goes
-on instead, ranks may be at different calls of equal sizes. So it counts such failures of a group, and every
-header has the count: from then on all exchanges of the group raise on every rank. A failure that could not be
-told is counted too; there the ranks must agree, as all of them may have made the same mistake.
-
-Every exchange of a group is one of each of its ranks, so its number is the same on all of them. The header of
-a backward has the number of its forward: ranks that run backwards in different orders raise.
+A rank that fails where no other hears of it, before an exchange that it cannot make or behind one, and goes
+on, is at another call than the others: messages of equal sizes would pair up, with wrong numbers. So every
+header has the operation and pass it belongs to, how many failures its rank kept to itself, and of a backward
+the number of its forward's exchange. (An exchange is one of each rank, so its number is the same on all.)
+Where these differ the ranks are astray: every rank sees it in the same exchange, and from then on each raises
+before it sends anything. Where all ranks made the same mistake, none is astray.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import struct
 import weakref
 import zlib
 from collections import Counter
@@ -35,9 +35,15 @@ if TYPE_CHECKING:
 
     from kernel_fun._common.context_parallel import Split
 
-HEADER = 64
-"""Bytes before the data: eight int64 words, so that the data stays aligned."""
+HEADER = 128
+"""Bytes before the data: eight int64 words, then digests of what must agree."""
+ITEMS = 16
+"""Digests there is room for."""
+LAYOUT = f"=6q16x{ITEMS}i"
 OK, FAILED = 0, 1
+STATUS, TEXT, WHAT, CONTEXT, UNHEARD, OF = range(6)
+"""Words: OK or FAILED, the length of an error's text, operation and pass, the context's fingerprint, failures
+that no other rank heard of, and the number of the forward's exchange."""
 
 
 @dataclass
@@ -46,10 +52,20 @@ class _Past:
 
     exchanges: int = 0
     """Begun, with data or an error."""
-    untold: int = 0
-    """Failures before an exchange that the other ranks could not be told of."""
-    alone: int = 0
-    """Failures after an exchange, where no other rank could know."""
+    unheard: int = 0
+    """Failures that the other ranks did not hear of."""
+    astray: str = ""
+    """How ranks came to be at different calls, once they are."""
+    unread: Exchange | None = None
+    """One that this rank left before it looked at the headers."""
+
+    def proceed(self, what: str) -> None:
+        """PeerFailure if the group is astray."""
+        left, self.unread = self.unread, None
+        if left is not None:
+            left.look()
+        if self.astray:
+            raise PeerFailure(f"{what}: {self.astray}")
 
 
 _pasts: weakref.WeakKeyDictionary[Any, _Past] = weakref.WeakKeyDictionary()
@@ -92,15 +108,16 @@ class Exchange:
 
         self.number = 0
         """Of this exchange among those of its group, from 1; 0 before it begins."""
-        self._of = of
-        self._split, self._what = split, what
+        self._split, self._what, self._of = split, what, of
         self._shape, self._dtype, self._device = shape, dtype, device
-        agreed = {} if agreed is None else agreed
-        self._names = ", ".join(("shapes", *agreed))
-        self._call = zlib.crc32(repr((what, shape, str(dtype), *agreed.items())).encode())
+        self._agreed = {"shapes": (shape, str(dtype)), **(agreed or {})}
+        assert len(self._agreed) <= ITEMS
         self._bytes = torch.Size(shape).numel() * dtype.itemsize
+        self._past = _Past() if split.ranks == 1 else _past(split.group)
         self._mine: Tensor | None = None
-        self._sent = False
+        self._work: Any = None
+        self._over = False
+        """This rank's failure has been dealt with, or is none of its own."""
 
     def reserve(self) -> None:
         """Allocate this rank's message and room for those of all ranks."""
@@ -116,21 +133,37 @@ class Exchange:
 
     @contextlib.contextmanager
     def or_tell(self) -> Generator[None]:
-        """An exception in the block reaches its caller, and before :meth:`send` every rank. After it, one
-        that the other ranks do not raise too makes every later exchange of the group raise."""
-        try:
-            self.reserve()
-        except BaseException:
-            _untold(self._split.group)
-            raise
+        """An exception in the block reaches its caller, and before :meth:`send` every rank. One after it that
+        the other ranks do not raise too leads astray: from the group's next exchange on every rank raises."""
+        self._past.proceed(self._what)
+        with self.or_astray():
+            try:
+                self.reserve()
+            except BaseException:
+                self._unheard()
+                raise
+            try:
+                yield
+            except BaseException as error:
+                if not self.number:
+                    self._over = True
+                    _tell(error, self._split.group, lambda: self)
+                raise
+
+    @contextlib.contextmanager
+    def or_astray(self) -> Generator[None]:
+        """An exception in the block, once this rank has sent, is one that no other rank hears of."""
         try:
             yield
         except BaseException as error:
-            if not self._sent:
-                _tell(error, self._split.group, lambda: self)
-            elif not isinstance(error, PeerFailure) and self._split.ranks > 1:
-                _past(self._split.group).alone += 1
+            if self.number and not isinstance(error, (PeerFailure, *_stops())):
+                self._unheard()
             raise
+
+    def _unheard(self) -> None:
+        if not self._over:
+            self._over = True
+            self._past.unheard += 1
 
     def send(self, data: Tensor) -> None:
         """Start the all-gather; does not wait for it."""
@@ -142,13 +175,13 @@ class Exchange:
         self._start(OK)
 
     def tell(self, error: BaseException) -> None:
-        """Take part with an error in place of the data.
+        """Take part with an error in place of the data; not in a group whose ranks are astray.
 
         Where the process is to stop (a KeyboardInterrupt, say) it does not wait for the others to listen.
         """
         import torch
 
-        if self._split.ranks == 1:
+        if self._split.ranks == 1 or self._past.astray:
             return
         self.reserve()
         assert self._mine is not None
@@ -157,7 +190,7 @@ class Exchange:
         self._mine[HEADER : HEADER + len(text)].copy_(torch.tensor(list(text), dtype=torch.uint8))
         self._start(FAILED, len(text))
         if isinstance(error, Exception):
-            self._wait()
+            self.look()
 
     def receive(self) -> Tensor:
         """Wait: the data of every rank, ``[ranks, *shape]``, or the same exception on every rank."""
@@ -176,73 +209,93 @@ class Exchange:
     def confirm(self) -> None:
         """Raise what a rank told, the same exception on every rank. On a GPU the host waits for the gather
         here, and for nothing after it: work queued between :meth:`arrive` and this follows without a gap."""
-        headers = self._headers().view(_int64()).tolist()
-        failed = [r for r, header in enumerate(headers) if header[0] != OK]
+        words, digests = self._read(self._headers())
+        failed = [r for r, word in enumerate(words) if word[STATUS] != OK]
         if failed:
-            text = bytes(self._all[failed[0], HEADER : HEADER + headers[failed[0]][1]].cpu().tolist())
+            text = bytes(self._all[failed[0], HEADER : HEADER + words[failed[0]][TEXT]].cpu().tolist())
             raise PeerFailure(
                 f"{self._what}: rank {failed[0]} of the context-parallel group raised "
                 f"{text.decode(errors='replace')}"
             )
-        alone = [r for r, header in enumerate(headers) if header[4]]
-        if alone:
-            raise PeerFailure(
-                f"{self._what}: rank {alone[0]} of the context-parallel group failed in an earlier call "
-                "after its exchange, where no other rank could know, and went on: the ranks may be at "
-                "different calls. Make a new group"
-            )
-        untold = [header[5] for header in headers]
-        if len(set(untold)) > 1:
-            most = max(untold)
-            raise PeerFailure(
-                f"{self._what}: rank {untold.index(most)} of the context-parallel group failed in {most} "
-                f"earlier calls where the other ranks could not be told, rank {untold.index(min(untold))} in "
-                f"{min(untold)}, and went on: the ranks may be at different calls. Make a new group"
-            )
-        differ = (
-            (2, f"other arguments than rank 0 (these must agree: {self._names})"),
-            (3, "another context than rank 0 (boundaries, layout and reduce_gradients must agree)"),
-        )
-        for word, what in differ:
-            values = [header[word] for header in headers]
-            strange = [
-                r for r, value in enumerate(values) if 0 not in (value, values[0]) and value != values[0]
-            ]
-            if strange:
+        self._past.proceed(self._what)
+        for r, values in enumerate(digests):
+            differ = [n for n, mine, first in zip(self._agreed, values, digests[0]) if mine != first]
+            if differ:
                 raise PeerFailure(
-                    f"{self._what}: rank {strange[0]} of the context-parallel group called with {what}, "
-                    f"or called something else"
+                    f"{self._what}: ranks 0 and {r} of the context-parallel group called with different "
+                    f"{', '.join(differ)}; these must agree: {', '.join(self._agreed)}"
                 )
-        forwards = [header[6] for header in headers]
-        strange = [r for r, number in enumerate(forwards) if number != forwards[0]]
-        if strange:
-            raise PeerFailure(
-                f"{self._what}: rank {strange[0]} of the context-parallel group runs the backward of another "
-                "call than rank 0: all ranks must run them in the same order"
-            )
+        for r, word in enumerate(words):
+            if 0 not in (word[CONTEXT], words[0][CONTEXT]) and word[CONTEXT] != words[0][CONTEXT]:
+                raise PeerFailure(
+                    f"{self._what}: ranks 0 and {r} of the context-parallel group called with different "
+                    "contexts; boundaries, layout and reduce_gradients must agree"
+                )
+
+    def look(self) -> None:
+        """Wait for an exchange this rank has given up, and see whether the ranks are astray."""
+        self._wait()
+        self._read(self._all[:, :HEADER].cpu())
+
+    def _read(self, headers: Tensor) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+        """Words and digests of each rank. Ranks that are astray are so from here on."""
+        self._past.unread = None
+        unpacked = [struct.unpack(LAYOUT, bytes(header)) for header in headers.tolist()]
+        words, digests = [u[:-ITEMS] for u in unpacked], [u[-ITEMS:] for u in unpacked]
+        self._past.astray = self._past.astray or self._astray(words)
+        return words, digests
+
+    def _astray(self, words: list[tuple[int, ...]]) -> str:
+        """How ranks differ that are at different calls, or nothing."""
+        whose, advice = "of the context-parallel group", "the ranks are at different calls: make a new group"
+        for r, word in enumerate(words):
+            if word[WHAT] != words[0][WHAT]:
+                return f"rank {r} {whose} met rank 0 in another operation or pass, {advice}"
+        missed = [word[UNHEARD] for word in words]
+        if len(set(missed)) > 1:
+            most, least = missed.index(max(missed)), missed.index(min(missed))
+            count = f"{missed[most]} of rank {most}, {missed[least]} of rank {least}"
+            return f"ranks {whose} went on after failures that no other rank heard of ({count}), {advice}"
+        for r, word in enumerate(words):
+            if word[OF] != words[0][OF]:
+                return f"rank {r} {whose} runs the backward of another call than rank 0, {advice}"
+        return ""
 
     def _start(self, status: int, text: int = 0) -> None:
         import torch
         import torch.distributed as dist
 
         assert self._mine is not None
-        past = _Past() if self._split.ranks == 1 else _past(self._split.group)
-        words = [status, text, self._call, self._split.fingerprint, past.alone, past.untold, self._of, 0]
-        self._mine[:HEADER].copy_(torch.tensor(words, dtype=torch.int64).view(torch.uint8))
-        self._work: Any = None
-        self._sent = True
-        if self._split.ranks == 1:
-            return
-        library: Any = dist  # the collective has its new name since torch 2.13
-        gather = getattr(library, "all_gather_single", None) or library.all_gather_into_tensor
-        self._work = gather(self._all.view(-1), self._mine, group=self._split.group, async_op=True)
-        past.exchanges += 1
-        self.number = past.exchanges
+        what, past = zlib.crc32(self._what.encode()), self._past
+        words = status, text, what, self._split.fingerprint, past.unheard, self._of
+        digests = [_digest(item) for item in self._agreed.items()]
+        header = struct.pack(LAYOUT, *words, *digests, *[0] * (ITEMS - len(digests)))
+        self._mine[:HEADER].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+        if self._split.ranks > 1:
+            library: Any = dist  # the collective has its new name since torch 2.13
+            gather = getattr(library, "all_gather_single", None) or library.all_gather_into_tensor
+            self._work = gather(self._all.view(-1), self._mine, group=self._split.group, async_op=True)
+            self._past.unread = self
+        self._past.exchanges += 1
+        self.number = self._past.exchanges
 
     def _wait(self) -> None:
         if self._work is not None:
             self._work.wait()
             self._work = None
+
+
+def _digest(item: tuple[str, Any]) -> int:
+    """Of a name and a value, 31 bits."""
+    return zlib.crc32(repr(item).encode()) >> 1
+
+
+def _stops() -> tuple[type[BaseException], ...]:
+    """What torch's checkpointing raises where it has recomputed enough: no failure."""
+    from torch.utils import checkpoint
+
+    stop = getattr(checkpoint, "_StopRecomputationError", None)
+    return () if stop is None else (stop,)
 
 
 @contextlib.contextmanager
@@ -262,7 +315,7 @@ def failing(context: Any, exchange: Callable[[Split], Exchange | Silence]) -> Ge
             group, read = split.group, split
             _tell(error, group, lambda: exchange(read))
         elif context is not None:
-            _untold(getattr(context, "group", None))
+            _unheard(getattr(context, "group", None))
         raise
 
 
@@ -274,21 +327,27 @@ def _tell(error: BaseException, group: Any, exchange: Callable[[], Exchange | Si
         if isinstance(theirs, Exchange):
             theirs.tell(error)
         elif theirs is Silence.UNKNOWN_SIZE:
-            _untold(group)
+            _unheard(group)
     except Exception as why:
         if not (isinstance(theirs, Exchange) and theirs.number):
-            _untold(group)
+            _unheard(group)
         logging.getLogger("kernel_fun").warning(
             "kernel-fun: the other ranks of the context-parallel group were not told of %s (%s: %s)",
             type(error).__name__, type(why).__name__, why,
         )  # fmt: skip
 
 
-def _untold(group: Any) -> None:
+def unbound(kwargs: dict[str, Any]) -> None:
+    """Count a call that Python refused: it never came to :func:`failing`."""
+    _unheard(getattr(kwargs.get("cp_context"), "group", None))
+
+
+def _unheard(group: Any) -> None:
+    """Count a failure that the other ranks of a group do not hear of."""
     import torch.distributed as dist
 
     if dist.is_available() and isinstance(group, dist.ProcessGroup):
-        _past(group).untold += 1
+        _past(group).unheard += 1
 
 
 def agreed_size(*tellers: Iterable[int]) -> int | None:
@@ -348,9 +407,3 @@ def _on_host(x: Tensor) -> Callable[[], Tensor]:
         return copy
 
     return waited
-
-
-def _int64() -> torch.dtype:
-    import torch
-
-    return torch.int64

@@ -37,8 +37,9 @@ def failing_together(arguments: dict[str, Any]) -> AbstractContextManager[None]:
     def exchange(split: Split) -> Exchange | Silence:
         given = {n: arguments[n] for n in TENSORS if isinstance(arguments[n], torch.Tensor)}
         sizes = _sizes_told(given, getattr(arguments["cp_context"], "conv1d_kernel_size", None))
-        # of an x that is no tensor only the others tell whether it is float64
-        typed = [given["x"]] if "x" in given else list(given.values())
+        # of an x that is no float tensor only the others tell whether it is float64
+        floats = {n: t for n, t in given.items() if t.is_floating_point()}
+        typed = [floats["x"]] if "x" in floats else list(floats.values())
         wide = agreed_size(t.dtype == torch.float64 for t in typed)
         if sizes is None or wide is None:
             return Silence.UNKNOWN_SIZE
@@ -66,10 +67,13 @@ def _sizes_told(given: dict[str, Tensor], taps: Any) -> tuple[int, int] | None:
 
 def run(call: Call, plan: Plan) -> tuple[Tensor, Tensor | None]:
     """Forward with or without a graph: (y, final state)."""
+    exchange = _exchange_of_forward(call, plan)
     if plan.problem.needs_grad:
-        return CausalConv1dParallel.apply(call, plan, *call.tensors())
+        # a hook of saved tensors may raise
+        with nullcontext() if exchange is None else exchange.or_astray():
+            return CausalConv1dParallel.apply(call, plan, exchange, *call.tensors())
     with torch.no_grad():
-        y, ht, _ = forward(call, plan, _exchange_of_forward(call, plan))
+        y, ht, _ = forward(call, plan, exchange)
         return y, ht
 
 
@@ -78,8 +82,9 @@ class CausalConv1dParallel(torch.autograd.Function):
     piece."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, plan: Plan, *tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        exchange = _exchange_of_forward(call, plan)
+    def forward(
+        ctx: Any, call: Call, plan: Plan, exchange: Exchange | None, *tensors: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         y, ht, before = forward(call, plan, exchange)
         x, weight, bias, residual, h0 = tensors
         ctx.save_for_backward(x, weight, bias, h0, before, call.cu_seqlens)
@@ -103,14 +108,14 @@ class CausalConv1dParallel(torch.autograd.Function):
             x, weight, bias, h0, before, _ = ctx.saved_tensors
             call = replace(Call.for_backward(ctx.facts, x, weight, bias, h0), split=ctx.split)
         with torch.no_grad():
-            g = backward(call, ctx.plan, exchange, before, dy, dht, any(ctx.needs_input_grad[3:5]))
+            g = backward(call, ctx.plan, exchange, before, dy, dht, any(ctx.needs_input_grad[4:6]))
             dr = None
-            if ctx.needs_input_grad[2 + TENSORS.index("residual")] and dy is not None:
+            if ctx.needs_input_grad[3 + TENSORS.index("residual")] and dy is not None:
                 dr = autograd.residual_gradient(call, dy).to(ctx.residual)
         results = (g.dx, g.dweight, g.dbias, dr, g.dh0)
         if torch.is_grad_enabled():
             results = autograd._NoDoubleBackward.apply(len(results), *results, dy, dht, *ctx.saved_tensors)
-        return (None, None, *results)
+        return (None, None, None, *results)
 
 
 def forward(call: Call, plan: Plan, exchange: Exchange | None) -> tuple[Tensor, Tensor | None, Tensor]:

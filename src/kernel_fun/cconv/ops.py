@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kernel_fun._common import device as devices
+from kernel_fun._common import exchange
 from kernel_fun._common.compiler import outside_compiler, traced_by
 from kernel_fun._common.plan import announce
 from kernel_fun.cconv import autograd, context_parallel, dispatch, fallback, known
@@ -32,7 +33,7 @@ def _trace(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
     return compiled.trace(args, kwargs)
 
 
-@traced_by(_trace)
+@traced_by(_trace, exchange.unbound)
 def causal_conv1d(
     x: Tensor,
     weight: Tensor | None = None,

@@ -96,10 +96,12 @@ def _sizes_told(given: dict[str, Tensor], v_first: bool) -> tuple[int, int, int]
 
 def run(call: Call, plan: Plan) -> Any:
     """Forward with or without a graph. (o, final_state), or a 3-tuple with the chunk states."""
+    exchange = Exchange(*_facts(call, FORWARD, plan))
     if plan.problem.needs_grad:
-        return ContextParallelKDA.apply(call, plan, *call.tensors())
+        with exchange.or_astray():  # a hook of saved tensors may raise
+            return ContextParallelKDA.apply(call, plan, exchange, *call.tensors())
     with undisturbed(call):
-        out, _ = forward(call, plan, _exchange(call, FORWARD, plan))
+        out, _ = forward(call, plan, exchange)
     if not call.return_intermediate_states:
         return out.o, out.ht
     return out.o, out.ht, intermediate_states(call, out)
@@ -110,8 +112,9 @@ class ContextParallelKDA(torch.autograd.Function):
     ranks, and the transitions of pieces that one sequence fills."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, plan: Plan, *tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        exchange = _exchange(call, FORWARD, plan)
+    def forward(
+        ctx: Any, call: Call, plan: Plan, exchange: Exchange, *tensors: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         with undisturbed(call):
             out, carried = forward(call, plan, exchange)
         ctx.call, ctx.plan = call.without_tensors(), plan
@@ -140,7 +143,7 @@ class ContextParallelKDA(torch.autograd.Function):
         results = (*grads, dh0)
         if torch.is_grad_enabled():
             results = _NoDoubleBackward.apply(len(results), *results, *saved[:n], do, dht)
-        return (None, None, *results)
+        return (None, None, None, *results)
 
 
 def forward(call: Call, plan: Plan, exchange: Exchange) -> tuple[chain.Forward, Carried]:
@@ -403,10 +406,6 @@ def _with_states(call: Call, split: Split, states: Tensor) -> Call:
 def _split(call: Call) -> Split:
     assert call.split is not None
     return call.split
-
-
-def _exchange(call: Call, what: str, plan: Plan) -> Exchange:
-    return Exchange(*_facts(call, what, plan))
 
 
 def _facts(call: Call, what: str, plan: Plan) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kernel_fun._common import check, compat, support
+from kernel_fun._common import check, compat, exchange, support
 from kernel_fun._common import device as devices
 from kernel_fun._common.compiler import outside_compiler, traced_by
 from kernel_fun._common.plan import BackendUnavailable, announce
@@ -35,7 +35,7 @@ def _trace(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
     return compiled.trace(args, kwargs)
 
 
-@traced_by(_trace)
+@traced_by(_trace, exchange.unbound)
 def chunk_kda(
     q: Tensor,
     k: Tensor,
