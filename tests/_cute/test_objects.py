@@ -168,6 +168,16 @@ def test_nothing_is_compiled_for_a_directory_others_can_write(
     assert config.KERNELS.name not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("below", "why"), [("file/kernels", "File exists"), ("n" * 300, "File name too long")]
+)
+def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path, below: str, why: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(objects.ObjectsRefused, match=rf"cannot be made a directory \({why}\)") as refused:
+        objects.prepare(tmp_path / below)
+    assert str(refused.value).startswith(f"no kernels can be built into {tmp_path / below}: {tmp_path}")
+
+
 def test_a_file_is_no_directory_to_build_into(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(objects.ObjectsRefused, match="file is not a directory"):

@@ -111,12 +111,17 @@ def prepare(folder: Path) -> None:
     """Make a directory that kernels can be built into, closed to other writers whatever the umask.
 
     Raises:
-        ObjectsRefused: it is there and not fit: others can write it, it is no directory, it cannot be locked.
+        ObjectsRefused: it cannot be made, or is there and not fit: others can write it, it is no directory, it
+            cannot be locked.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with suppress(FileExistsError):
-        folder.mkdir(mode=0o755)
-        folder.chmod(0o755)  # a umask only takes away
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o755)
+            folder.chmod(0o755)  # a umask only takes away
+    except OSError as error:
+        why = f"{error.filename} cannot be made a directory ({error.strerror or error})"
+        raise ObjectsRefused(f"no kernels can be built into {folder}: {why}") from error
     with _locked(folder):
         _kept(folder)
 
