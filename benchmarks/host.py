@@ -3,10 +3,11 @@
     python -m benchmarks.host [--candidate sm90] [--out benchmarks/runs]
 
 A warm call is timed from the call until it returns, the device idle before it, at a size where the kernels
-take less than the host. Below it stand times of the same machine that no code of ours can go under: each
-launch alone, an allocation, a sum, and torch's autograd around a Function that computes nothing. A thread of
-the autograd engine takes a backward over, and waking threads that slept costs more the longer they slept; so
-the Function is timed a second time holding each pass as long as ours.
+take less than the host; a forward also among others, none of them waited for. Below stand times of the same
+machine that no code of ours can go under: each launch alone, an allocation, a sum, and torch's autograd
+around a Function that computes nothing. A thread of the autograd engine takes a backward over, and waking
+threads that slept costs more the longer they slept; so the Function is timed a second time holding each pass
+as long as ours.
 `torch.autograd.set_multithreading_enabled(False)` keeps the backward in the calling thread.
 """
 
@@ -17,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,18 @@ def median_us(call: Callable[[], Any], device: torch.device) -> float:
         if i >= 5:
             taken.append(time.perf_counter() - start)
     return statistics.median(taken) * 1e6
+
+
+def in_a_row_us(call: Callable[[], Any], device: torch.device) -> float:
+    """Median time from one warm call to the next, none of them waited for: what the host takes where it takes
+    longer than the kernels. The device must not hold them back, so they are few."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begun: list[float] = []
+    for _ in range(2 * REPEATS):
+        begun.append(time.perf_counter())
+        call()
+    return statistics.median([b - a for a, b in pairwise(begun)]) * 1e6
 
 
 def inputs(device: torch.device, **sizes: int) -> dict[str, Any]:
@@ -84,6 +98,7 @@ def warm(device: torch.device, sizes: dict[str, int]) -> dict[str, float]:
         torch.autograd.grad(forward(), leaves, do)
 
     found = {"forward, no graph": median_us(inference, device), "forward": median_us(forward, device)}
+    found["forward, no graph, calls in a row"] = in_a_row_us(inference, device)
     found["forward and backward"] = median_us(both, device)
     with backward_timed() as taken:
         median_us(both, device)
