@@ -13,10 +13,10 @@ LAYER = Layer(32, 128, 128, 1, 1024, 1.0, 2.0, 0.5, 0.25, hop=1e-3, link=2**20)
 
 
 def test_the_terms() -> None:
-    assert LAYER.message == 64 + 4 * 2**20
-    assert replace(LAYER, pieces=2).message == 64 + 8 * 2**20
+    assert LAYER.message == 128 + 4 * 2**20
+    assert replace(LAYER, pieces=2).message == 128 + 8 * 2**20
     assert LAYER.gather(1) == 0
-    assert LAYER.gather(3) == pytest.approx(2 * (1e-3 + 4 + 64 / 2**20))
+    assert LAYER.gather(3) == pytest.approx(2 * (1e-3 + 4 + 128 / 2**20))
     assert LAYER.step(4096, 1) == 12.0
     assert LAYER.step(4096, 2) == pytest.approx(2 * 3.75 + 2 * LAYER.gather(2))
     assert LAYER.efficiency(4096, 1) == 1.0
