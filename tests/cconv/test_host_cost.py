@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 pytest.importorskip("triton")
 
 from calls import calls_of
 from kernel_fun._common import config, support
 from kernel_fun._common import device as devices
-from kernel_fun.cconv import causal_conv1d
+from kernel_fun.cconv import causal_conv1d, causal_conv1d_update
 from kernel_fun.cconv._kernels.triton import bwd, fwd
 
 
@@ -55,3 +56,17 @@ def test_a_warm_call_makes_few_calls(what: str, ceiling: tuple[int, int]) -> Non
     found = calls_of(step)
     assert 0 < found["python"] <= ceiling[0], found
     assert 0 < found["built in"] <= ceiling[1], found
+
+
+def test_a_tangent_is_refused_before_anything_is_launched() -> None:
+    """No kernel would hand it on; also where the same call was made before without one."""
+    x, weight = torch.randn(1, 8, 6), torch.randn(6, 4)
+    causal_conv1d(x, weight), causal_conv1d(x, weight)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(
+            NotImplementedError, match=r"no forward-mode derivative .*: `x` must carry no tangent"
+        ):
+            causal_conv1d(dual, weight)
+        with pytest.raises(NotImplementedError, match="_update has no forward-mode derivative"):
+            causal_conv1d_update(dual[:, 0], torch.zeros(1, 6, 4), weight=weight)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 pytest.importorskip("cutlass")
 
@@ -158,6 +159,22 @@ def test_what_needs_more_than_two_launches_is_not_done_again(
         results = [chunk_kda(**x) for _ in range(3)]
     assert {len(r) for r in results} == {3 if form == "intermediate states" else 2}
     assert all(r[0].requires_grad == (form == "a graph") for r in results)
+
+
+def test_a_tangent_is_refused_before_anything_is_launched(launches: list[tuple[Any, ...]]) -> None:
+    """No kernel would hand it on; also where the same call was made before without one."""
+    x = problem()
+    chunk_kda(**x), chunk_kda(**x)
+    launches.clear()
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x["v"], torch.ones_like(x["v"]))
+        with pytest.raises(
+            NotImplementedError, match=r"chunk_kda has no forward-mode .*: `v` must carry no tangent"
+        ):
+            chunk_kda(**{**x, "v": dual})
+        assert not launches
+        chunk_kda(**x)
+    assert len(launches) == 2
 
 
 def test_other_strides_are_other_facts(launches: list[tuple[Any, ...]]) -> None:

@@ -41,6 +41,19 @@ def holds_data(name: str, tensor: Tensor) -> None:
         raise ContractError(f"`{name}` must hold data, got a tensor on the meta device")
 
 
+def no_tangents(operation: str, tensors: dict[str, Any]) -> None:
+    """NotImplementedError where a tensor carries a tangent: a kernel would leave it behind without a word."""
+    from torch.autograd import forward_ad
+
+    if forward_ad._current_level < 0:  # pyright: ignore[reportPrivateUsage]
+        return
+    for name, tensor in tensors.items():
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError(
+                f"{operation} has no forward-mode derivative (jvp): `{name}` must carry no tangent, got one"
+            )
+
+
 def shape(name: str, tensor: Tensor, letters: str, sizes: dict[str, int], note: str = "") -> None:
     """Check a tensor against its letters, binding those not yet known."""
     words = letters.split()

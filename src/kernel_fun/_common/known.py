@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from kernel_fun._common import config
 
@@ -38,13 +39,14 @@ class Known(Generic[Answer]):
     def signature(
         self, tensors: Iterable[Any], others: tuple[Any, ...], place: Hashable = None
     ) -> Hashable | None:
-        """All that a plan may depend on; None where an argument is not of a plain kind.
+        """All that a plan may depend on; None where an argument is not of a plain kind, and where
+        tensors may carry tangents.
 
         ``tensors``: the tensors, each or None, in a fixed order. ``others``: all other arguments, likewise.
         ``place``: what of a batch the call has, where it is not all of it.
         """
         kinds = tuple([type(value) for value in others])  # True is 1, and 1 a number
-        if not _PLAIN.issuperset(kinds):
+        if not _PLAIN.issuperset(kinds) or forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage]
             return None
         key: list[Any] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), kinds, others, place]
         key += config.words(self._policy)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kernel_fun._common import check, exchange
 from kernel_fun._common import device as devices
-from kernel_fun._common import exchange
 from kernel_fun._common.compiler import outside_compiler, traced_by
 from kernel_fun._common.plan import announce
 from kernel_fun.cconv import autograd, context_parallel, dispatch, fallback, known
-from kernel_fun.cconv.call import ContractError, bind, bind_step
+from kernel_fun.cconv.call import TENSORS, ContractError, bind, bind_step
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -86,7 +86,8 @@ def causal_conv1d(
         ``(y, final_state)``: y in x's shape and dtype, contiguous; final_state ``[N, D, W]`` in x's dtype,
         or None. Arithmetic is float32 (float64 where x is). Gradients of x, weight, bias,
         residual and initial_state come in the dtype of each and include all W slots of both states;
-        there is no double backward, nor a gradient or vmap of ``torch.func``. Two runs give the same bits.
+        there is no double backward, no forward-mode derivative of the kernels, and no gradient or vmap of
+        ``torch.func``. Two runs give the same bits.
 
     Raises:
         ValueError: a shape or value outside the contract; the message names the argument, what is expected
@@ -121,6 +122,8 @@ def _planned(signature: Hashable | None, arguments: dict[str, Any]) -> tuple[Cal
     plan = dispatch.plan(call.problem(), devices.of(arguments["x"].device))
     if plan.backend != "fla" and call.unknown:
         raise _unexpected(call.unknown[0], plan)
+    if plan.backend not in ("fla", "eager"):
+        check.no_tangents("causal_conv1d", dict(zip(TENSORS, call.tensors())))
     announce(plan, "causal_conv1d")
     known.keep(signature, call, plan)
     return call, plan
@@ -168,7 +171,8 @@ def causal_conv1d_update(
     """
     arguments = locals()
     step = bind_step(arguments)
-    for name in ("x", "residual", "cache", "weight", "bias"):
+    names = ("x", "residual", "cache", "weight", "bias")
+    for name in names:
         tensor = arguments[name]
         if torch.is_grad_enabled() and tensor is not None and tensor.requires_grad:
             raise ContractError(
@@ -179,6 +183,8 @@ def causal_conv1d_update(
     announce(plan, "causal_conv1d_update")
     if plan.backend == "fla":
         return fallback.causal_conv1d_update(arguments)
+    if plan.backend != "eager":
+        check.no_tangents("causal_conv1d_update", {name: arguments[name] for name in names})
     with torch.no_grad(), autograd.no_autocast(x):
         y = plan.load("update")(step)
     return y.view(x.shape), cache

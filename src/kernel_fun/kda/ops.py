@@ -16,7 +16,7 @@ from kernel_fun._common import device as devices
 from kernel_fun._common.compiler import outside_compiler, traced_by
 from kernel_fun._common.plan import BackendUnavailable, announce
 from kernel_fun.kda import autograd, context_parallel, dispatch, fallback, known
-from kernel_fun.kda.call import ContractError, ContractTypeError, bind
+from kernel_fun.kda.call import TENSORS, ContractError, ContractTypeError, bind
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -117,7 +117,7 @@ def chunk_kda(
         ``(o, final_state)``, o ``[B, T, HV, V]`` in q's dtype and final_state float32 or None; with
         ``return_intermediate_states`` ``(o, final_state, h)``. States are float64 where an input is.
         Gradients of q, k, v, g, beta, A_log, dt_bias and initial_state come in the dtype of each; there is
-        no double backward, nor a derivative or vmap of ``torch.func``.
+        no double backward, no forward-mode derivative, and nothing of ``torch.func``.
 
     Raises:
         ValueError: a shape or value outside the contract; the message names the argument, what is expected
@@ -160,6 +160,8 @@ def _planned(signature: Hashable | None, arguments: dict[str, Any]) -> tuple[Cal
     plan = dispatch.plan(call.problem(), devices.of(q.device))
     if plan.backend != "fla" and call.unknown:
         raise _unknown_keyword("chunk_kda", call.unknown)
+    if plan.backend not in ("fla", "eager"):
+        check.no_tangents("chunk_kda", dict(zip(TENSORS, call.tensors())))
     announce(plan, "chunk_kda")
     known.keep(signature, call, plan)
     return call, plan
