@@ -30,8 +30,12 @@ def second_of_three(monkeypatch):
     monkeypatch.setattr(Exchange, "confirm", lambda self: None)
 
 
+class Group:
+    """What stands for a process group."""
+
+
 def context(cu, pre, post, layout="contiguous", front=None):
-    found = SimpleNamespace(group=object(), cu_seqlens=torch.tensor(cu), layout=layout)
+    found = SimpleNamespace(group=Group(), cu_seqlens=torch.tensor(cu), layout=layout)
     if layout == "contiguous":
         return SimpleNamespace(**vars(found), pre_num_ranks=pre, post_num_ranks=post)
     return SimpleNamespace(
