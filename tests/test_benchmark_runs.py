@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,18 @@ def test_the_host_s_time_of_a_call(
     assert "cold kimi_8k (B1 T8192" in capsys.readouterr().out
     with pytest.raises(FileExistsError):
         runs.write(path, data, "host")
+
+
+def test_a_backward_is_timed_within_the_call_that_makes_it() -> None:
+    x = host.inputs(torch.device("cpu"), B=1, T=64, H=1, K=16, V=16)
+    leaves = [t for t in x.values() if isinstance(t, torch.Tensor)]
+    o, _ = host.chunk_kda(**x)
+    with host.backward_timed() as taken:
+        start = time.perf_counter()
+        torch.autograd.grad(o.sum(), leaves)
+        whole = time.perf_counter() - start
+    (seconds,) = taken
+    assert 0 < seconds < whole
 
 
 def test_autograd_alone_is_timed_without_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,7 +169,6 @@ def test_where_one_rank_raises_all_do_and_none_waits(bad: int, ranks: Ranks) -> 
 
 MISTAKES = {
     "no x": ({"x": None}, "`x` must be a torch.Tensor, got NoneType"),
-    "x of integers": ({"x": torch.zeros(1, 24, D, dtype=torch.int64)}, "`x` must be"),
     "x of two dimensions": ({"x": torch.zeros(24, D)}, "`x` must have shape"),
     "x on the meta device": ({"x": torch.zeros(1, 24, D, device="meta")}, "`x` must hold data"),
     "a sparse x": ({"x": torch.zeros(1, 24, D).to_sparse()}, "`x` must be a dense tensor"),
@@ -209,6 +208,23 @@ def test_a_mistake_that_leaves_the_size_known_reaches_all(what: str, bad: int, r
         # the others read as many bytes of it as its data would have had
         assert (message if rank == bad else message[:15]) in answer
         assert answer.startswith("Contract" if rank == bad else "PeerFailure")
+
+
+def integers(group: Any) -> str:
+    """Rank 1 gives integers where the others compute, and send, in float64."""
+    context = build_cp_context(torch.tensor([0, 48]), group)
+    dtype = torch.int64 if dist.get_rank(group) == 1 else torch.float64
+    try:
+        causal_conv1d(torch.ones(1, 24, D, dtype=dtype), torch.ones(D, 4).double(), cp_context=context)
+    except (TypeError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "returned"
+
+
+def test_an_x_of_integers_does_not_say_how_wide_the_message_is(ranks: Ranks) -> None:
+    first, second = ranks.run(2, integers)
+    assert second.startswith("ContractTypeError: `x` must be float32")
+    assert first.startswith("PeerFailure: causal_conv1d forward: rank 1 of the context-parallel group raised")
 
 
 def test_the_context_may_tell_the_taps_of_a_missing_weight(ranks: Ranks) -> None:

@@ -157,7 +157,7 @@ def _planned(signature: Hashable | None, arguments: dict[str, Any]) -> tuple[Cal
     plan = dispatch.plan(call.problem(), devices.of(q.device))
     if plan.backend != "fla" and call.unknown:
         raise _unknown_keyword("chunk_kda", call.unknown)
-    if plan.backend not in ("fla", "eager"):
+    if plan.reason is None:
         check.no_tangents("chunk_kda", dict(zip(TENSORS, call.tensors())))
     announce(plan, "chunk_kda")
     known.keep(signature, call, plan)
