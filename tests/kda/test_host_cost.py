@@ -19,6 +19,7 @@ pytest.importorskip("cutlass")
 from calls import calls_of
 from kernel_fun._common import config, notes, support
 from kernel_fun._common import device as devices
+from kernel_fun._cute import packing
 from kernel_fun.kda import chunk_kda
 from kernel_fun.kda._kernels.sm90 import (
     bwd_grads,
@@ -73,7 +74,7 @@ def backward(x: dict[str, Any]) -> Callable[[], Any]:
 
 @pytest.mark.parametrize(
     ("what", "ceiling"),
-    [("inference", (43, 67)), ("training", (47, 68)), ("backward", (62, 80))],
+    [("inference", (23, 52)), ("training", (34, 58)), ("backward", (62, 80))],
 )
 def test_a_warm_call_makes_few_calls(what: str, ceiling: tuple[int, int]) -> None:
     x = problem() if what == "inference" else as_leaves(problem())
@@ -91,6 +92,73 @@ def test_a_warm_call_prepares_nothing() -> None:
     assert all(info.misses for info in before)
     backward(as_leaves(problem(seed=1)))()
     assert [module.prepare.cache_info() for module in PLANNED] == before
+
+
+def described(launch: tuple[Any, ...]) -> list[Any]:
+    """The kernel and its arguments, but where memory of its own lies."""
+    module, *given = launch
+    return [module, *((x.shape, x.stride(), x.dtype) if isinstance(x, torch.Tensor) else x for x in given)]
+
+
+AGAIN: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "states": {"initial_state": True, "output_final_state": True},
+    "v first": {"initial_state": True, "output_final_state": True, "state_v_first": True},
+    "a batch": {"B": 3, "T": 100},
+    "wide values": {"V": 256, "HV": 4},
+    "float32 gates": {"g_dtype": torch.float32, "beta_dtype": torch.float32},
+    "given beta, normalised": {"l2norm": False, "beta": "raw"},
+    "beside": {"T": 8192, "H": 32, "HV": 32},
+    "no tokens": {"T": 0},
+}
+
+
+@pytest.mark.parametrize("form", AGAIN)
+@pytest.mark.parametrize("regime", ["bounded", "precomputed"])
+def test_a_call_done_again_launches_what_the_first_did(
+    form: str, regime: str, launches: list[tuple[Any, ...]]
+) -> None:
+    x = make_inputs(regime, **{**dict(T=64, H=2, HV=2, K=128, V=128, dtype=torch.bfloat16), **AGAIN[form]})
+    parameters = {"A_log": torch.zeros(x["g"].shape[2]), "dt_bias": torch.zeros(x["g"].shape[2:].numel())}
+    x |= parameters if regime == "precomputed" else {}  # a gate that is given reads none
+    first = chunk_kda(**x)
+    made = [*launches]
+    assert len(made) == (0 if form == "no tokens" else 2)
+    ((kept, _),) = KNOWN._answers.values()
+    assert kept.notes["again"] is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stages, "fwd_intra", None)  # it is not asked
+        patch.setattr(stages, "fwd_state", None)
+        launches.clear()
+        second = chunk_kda(**x)
+    assert [described(launch) for launch in launches] == [described(launch) for launch in made]
+    for before, after in zip(made, launches):
+        given = [(t, u) for t, u in zip(before[1:], after[1:]) if isinstance(t, torch.Tensor)]
+        ours = {t.data_ptr() for t in x.values() if isinstance(t, torch.Tensor)}
+        assert all(t.data_ptr() == u.data_ptr() for t, u in given if t.data_ptr() in ours)
+    for a, b in zip(first, second, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+
+
+@pytest.mark.parametrize("form", ["a graph", "packed", "intermediate states", "states of other strides"])
+def test_what_needs_more_than_two_launches_is_not_done_again(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "_compile", lambda config: lambda *args: None)
+    x = problem()
+    if form == "a graph":
+        x = as_leaves(x)
+    elif form == "packed":
+        x |= {"cu_seqlens": torch.tensor([0, 20, 64]), "cu_seqlens_cpu": torch.tensor([0, 20, 64])}
+    elif form == "intermediate states":
+        x |= {"return_intermediate_states": True}
+    else:
+        x |= {"initial_state": torch.zeros(1, 2, 128, 256)[..., :128]}
+    with torch.inference_mode(form == "intermediate states"):
+        results = [chunk_kda(**x) for _ in range(3)]
+    assert {len(r) for r in results} == {3 if form == "intermediate states" else 2}
+    assert all(r[0].requires_grad == (form == "a graph") for r in results)
 
 
 def test_a_tangent_is_refused_before_anything_is_launched(launches: list[tuple[Any, ...]]) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from kernel_fun._common import config
-from kernel_fun.kda.stages import Grads, Intra
+from kernel_fun.kda.stages import AGAIN, Grads, Intra
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from kernel_fun._common.plan import Plan
     from kernel_fun.kda.call import Call
-    from kernel_fun.kda.stages import BwdGrads, BwdState, FwdIntra, FwdState, ReverseScan
+    from kernel_fun.kda.stages import Again, BwdGrads, BwdState, FwdIntra, FwdState, ReverseScan
 
 
 class Forward(NamedTuple):
@@ -24,7 +24,12 @@ class Forward(NamedTuple):
 
 
 def forward(call: Call, plan: Plan) -> Forward:
-    """``fwd_intra`` then ``fwd_state``."""
+    """``fwd_intra`` then ``fwd_state``; in one step where the backend has done it before."""
+    again: Again | None = call.notes.get(AGAIN)
+    if again is not None:
+        done = again(call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias, call.initial_state)
+        if done is not None:
+            return Forward(done[0], done[1], None, None, done[2])
     fwd_intra: FwdIntra = plan.load("fwd_intra")
     fwd_state: FwdState = plan.load("fwd_state")
     keep = call.return_intermediate_states or (call.disable_recompute and plan.problem.needs_grad)

@@ -132,6 +132,9 @@ def chunk_kda(
     arguments = locals()
     if cp_context is None:
         signature = known.signature(arguments)
+        results = known.again(signature, arguments)
+        if results is not None:
+            return results
         call, plan = known.recall(signature, arguments) or _planned(signature, arguments)
     else:
         call, plan = _bound_together(arguments)

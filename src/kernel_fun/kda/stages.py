@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from kernel_fun.kda.call import Call
 
 
+AGAIN = "again"
+"""Under this name a backend may leave an :class:`Again` in the notes of a call, or None."""
+
 DECAYS = 9
 """Of a chunk and a channel, kept for the scans and the backward."""
 
@@ -106,3 +109,20 @@ class BwdState(Protocol):
 
 class BwdGrads(Protocol):
     def __call__(self, call: Call, intra: Intra, scan: ReverseScan, do: Tensor | None) -> Grads: ...
+
+
+class Again(Protocol):
+    """The forward of a dense call that keeps no states, with the facts of one before: (o, ht, Intra). None
+    where these tensors need more. A_log and dt_bias are None where the gate does not read them."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        A_log: Tensor | None,
+        dt_bias: Tensor | None,
+        h0: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None, Intra] | None: ...

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kernel_fun._common import config
 from kernel_fun._common import device as devices
 from kernel_fun._cute.packing import chunk_tables
 from kernel_fun._cute.varlen import chunk_bound
@@ -26,7 +27,7 @@ from kernel_fun.kda._kernels.sm90.chunk_inputs import check_addresses, facts_of
 from kernel_fun.kda._kernels.sm90.rows import LAUNCHES_TAKE_LEAVES, TMA_BYTES
 from kernel_fun.kda._kernels.sm90.segment_states import segment_states
 from kernel_fun.kda._kernels.sm90.segment_tables import segment_tables
-from kernel_fun.kda.stages import Grads, Intra, ReverseScan, Scan
+from kernel_fun.kda.stages import AGAIN, Again, Grads, Intra, ReverseScan, Scan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -119,7 +120,44 @@ def _scan(call: Call, intra: Intra, *, keep: bool, output: bool, leads: bool = F
             want_o=output, overlapped=ready is not None, leads=leads, **_forms(call),
         )  # fmt: skip
         plan = call.notes[wanted] = _with_rows(plan, call)
+        if output and not keep and not leads:
+            call.notes[AGAIN] = _again(call, plan)
     return Scan(*state_kernel.launch(plan, *given, ready))
+
+
+def _again(call: Call, scan: Any) -> Again | None:
+    """The forward of a call whose operands are read where they lie, as two launches: what a call with the same
+    facts does once these are planned. None where there is more to do."""
+    intra = call.notes.get(("fwd_intra", True))
+    overlapped = scan.config.overlapped
+    if intra is None or intra.config.overlapped != overlapped or config.DEBUG.on():
+        return None
+    if not (call.notes["plain"] and _is_alone(call) and LAUNCHES_TAKE_LEAVES):
+        return None
+    HV, K = call.g.shape[2:]
+
+    def again(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
+        h0: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None, Intra] | None:  # fmt: skip
+        if any([x.data_ptr() % TMA_BYTES for x in (q, k, v, g)]) or (
+            h0 is not None and h0.data_ptr() % TMA_BYTES
+        ):
+            return None
+        ready = None
+        if overlapped:
+            if torch.are_deterministic_algorithms_enabled():
+                return None
+            ready = q.new_empty(intra.ready, dtype=torch.int32)
+        by_head = None if dt_bias is None else dt_bias.as_strided((HV, K), (K, 1))
+        found = Intra(*intra_kernel.launch(intra, q, k, g, beta, A_log, dt_bias, None, ready))
+        o, ht, _, _ = state_kernel.launch(
+            scan, q, k, v, g, beta, *found, h0, A_log, by_head, None, None, ready
+        )
+        assert o is not None
+        return o, ht, found
+
+    return again
 
 
 def bwd_state(
