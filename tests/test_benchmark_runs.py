@@ -113,29 +113,58 @@ def test_errors_over_ranks_are_written(
     shared: Any = importlib.import_module("over_ranks")
     monkeypatch.setattr(shared, "ON_HOPPER", {"packed": (0, 10, 96)})
     out = tmp_path / "found.csv"
-    given = ["--device=cpu", "--backend=eager", "--ranks=2", f"--out={out}", "--commit=c0ffee1"]
+    given = ["--device=cpu", "--backend=eager", "--ranks=2", "--seeds=2", f"--out={out}", "--commit=c0ffee1"]
     assert ranks_benchmark.main(given) == 0
     assert "one all-gather in each direction" in capsys.readouterr().out
     about, *lines = out.read_text().splitlines()
     assert about.startswith("# ")
     rows = list(csv.DictReader(lines))
     assert {r["layout"] for r in rows} == {"contiguous", "zigzag"}
-    assert len(rows) == 2 * 10  # o, ht, eight gradients
+    assert len(rows) == 2 * 10 * 3  # o, ht, eight gradients; of two seeds and of both
+    assert {r["seed"] for r in rows} == {"0", "1", "all"}
     for r in rows:
         assert 0 < float(r["error"]) <= float(r["limit"]) < 1e-2
         assert (r["gathers_forward"], r["gathers_backward"]) == ("1", "1")
 
 
+RANKS_ROW: dict[str, Any] = {
+    "packing": "one",
+    "layout": "zigzag",
+    "ranks": 2,
+    "seed": 0,
+    "tensor": "dq",
+    "error_of_one": 1e-3,
+    "error": 1e-3,
+    "limit": 2e-3,
+    "gathers_forward": 1,
+    "gathers_backward": 1,
+}
+
+
+def test_errors_of_many_seeds_have_no_allowance_for_chance() -> None:
+    by_chance = {**RANKS_ROW, "tensor": "dA_log", "limit": 5e-3}
+    of_eight = [{**by_chance, "seed": n, "error": 1.5e-3 if n else 4e-3} for n in range(8)]
+    (row,) = ranks_benchmark.together(of_eight)
+    assert row["seed"] == "all"
+    assert row["error_of_one"] == pytest.approx(1e-3)
+    assert (
+        row["error"] == row["ratio"] * row["error_of_one"] == pytest.approx((2.25e-6 * 7 / 8 + 2e-6) ** 0.5)
+    )
+    assert row["limit"] == pytest.approx(1.1e-3)
+    assert ranks_benchmark.failures(of_eight) == []
+    assert len(ranks_benchmark.failures([row])) == 1
+    assert ranks_benchmark.together(of_eight[:7])[0]["limit"] == 5e-3
+
+
 def test_a_rank_that_is_less_exact_or_gathers_twice_fails() -> None:
-    row = {"packing": "one", "layout": "zigzag", "ranks": 2, "tensor": "dq", "error": 1e-3, "limit": 2e-3}
-    good = {**row, "gathers_forward": 1, "gathers_backward": 1}
+    good = RANKS_ROW
     assert ranks_benchmark.failures([good]) == []
     assert ranks_benchmark.failures([{**good, "error": 3e-3}]) == [
-        "one, zigzag, 2 ranks: error of dq 3.000e-03 > 2.000e-03"
+        "one, zigzag, 2 ranks, seed 0: error of dq 3.000e-03 > 2.000e-03"
     ]
     assert len(ranks_benchmark.failures([{**good, "error": float("nan")}])) == 1
     assert ranks_benchmark.failures([{**good, "gathers_backward": 2}] * 2) == [
-        "one, zigzag, 2 ranks: 1 and 2 all-gathers, not one a direction"
+        "one, zigzag, 2 ranks, seed 0: 1 and 2 all-gathers, not one a direction"
     ]
 
 
