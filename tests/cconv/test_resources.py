@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,7 +50,8 @@ def compiled(pass_: str, tile_name: str, *, W: int, packed: bool) -> Any:
 @pytest.mark.parametrize(
     "pass_, tile, W, packed, registers",
     [
-        ("fwd", "fwd", 4, False, 64),
+        ("fwd", "fwd", 4, False, 96),
+        ("fwd", "longer fwd", 4, True, 64),
         ("bwd", "bwd", 4, False, 128),
         ("bwd", "packed bwd", 4, True, 128),
     ],
@@ -63,7 +65,7 @@ def test_no_spills(pass_: str, tile: str, W: int, packed: bool, registers: int) 
 
 
 @pytest.mark.parametrize("D", [64, 512, 2048, 4096])
-@pytest.mark.parametrize("name", ["fwd", "bwd", "packed bwd", "wide fwd", "wide bwd"])
+@pytest.mark.parametrize("name", ["fwd", "longer fwd", "bwd", "packed bwd", "wide fwd", "wide bwd"])
 def test_warmup_meets_every_tile(name: str, D: int) -> None:
     """The lengths warmup runs are those that choose each tile length a larger problem can."""
     from kernel_fun.cconv._kernels.triton.config import TILES, fitted
@@ -85,3 +87,25 @@ def test_a_tile_that_cannot_be_is_refused() -> None:
     for wrong in ({"BD": 48}, {"BT": 20}, {"BT": 8}, {"U": 3}):
         with pytest.raises(ValueError, match="no such tile"):
             Tile(**{**dict(BD=64, BT=32, U=4, warps=1), **wrong})
+
+
+@pytest.mark.parametrize(
+    "given, W, name",
+    [
+        ((), 4, "fwd"),
+        (("bias",), 4, "fwd"),
+        (("residual",), 4, "longer fwd"),
+        (("initial_state",), 4, "longer fwd"),
+        (("cu_seqlens",), 4, "longer fwd"),
+        (("cu_seqlens", "initial_state"), 4, "packed states fwd"),
+        (("residual",), 5, "wide fwd"),
+    ],
+)
+def test_what_a_forward_reads_chooses_its_tile(given: tuple[str, ...], W: int, name: str) -> None:
+    from kernel_fun.cconv._kernels.triton.config import TILES, fwd_tile
+
+    names = ("bias", "residual", "initial_state", "cu_seqlens")
+    tensors = {n: object() if n in given else None for n in names}
+    shapes = SimpleNamespace(x=SimpleNamespace(shape=(16, 8192, D)), weight=SimpleNamespace(shape=(D, W)))
+    call: Any = SimpleNamespace(**tensors, **vars(shapes))
+    assert fwd_tile(call) == TILES[name]

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
 from torch.autograd import forward_ad
 
 from kernel_fun._common import config
@@ -48,19 +47,17 @@ class Known(Generic[Answer]):
         kinds = tuple([type(value) for value in others])  # True is 1, and 1 a number
         if not _PLAIN.issuperset(kinds) or forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage]
             return None
-        key: list[Any] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), kinds, others, place]
-        key += config.words(self._policy)
         try:
-            for t in tensors:
-                if t is None:
-                    key.append(None)
-                elif isinstance(t, Tensor):
-                    key += (type(t), t.shape, t.stride(), t.dtype, t.device, t.requires_grad)
-                else:
-                    return None
-        except RuntimeError:  # a layout without strides
+            facts = tuple(
+                [
+                    None if t is None else (type(t), t.shape, t.stride(), t.dtype, t.device, t.requires_grad)
+                    for t in tensors
+                ]
+            )
+        except (AttributeError, RuntimeError):  # no tensor; a layout without strides
             return None
-        return tuple(key)
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        return modes, kinds, others, place, config.words(self._policy), facts
 
     def recall(self, signature: Hashable | None) -> Answer | None:
         """The answer of a signature seen before."""

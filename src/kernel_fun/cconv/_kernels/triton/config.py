@@ -34,7 +34,10 @@ class Tile:
 
 
 TILES = {
-    "fwd": Tile(BD=512, BT=64, U=8, warps=4),
+    # nothing but x is read: all loads of a short tile at once keep the memory busiest
+    "fwd": Tile(BD=512, BT=16, U=16, warps=4),
+    # packed, or with a residual or initial states: what a tile reads beside x is worth a longer one
+    "longer fwd": Tile(BD=512, BT=64, U=8, warps=4),
     "bwd": Tile(BD=512, BT=128, U=8, warps=4, maxnreg=128),
     "packed bwd": Tile(BD=512, BT=128, U=4, warps=4, maxnreg=128),
     # state gradients: more registers a token
@@ -61,7 +64,10 @@ def fwd_tile(c: Call) -> Tile:
     """The tile of the forward."""
     if c.cu_seqlens is not None and c.initial_state is not None:
         return fitted("packed states fwd", *c.x.shape)
-    return fitted("fwd" if c.weight.shape[1] <= 4 else "wide fwd", *c.x.shape)
+    if c.weight.shape[1] > 4:
+        return fitted("wide fwd", *c.x.shape)
+    more = c.cu_seqlens is not None or c.residual is not None or c.initial_state is not None
+    return fitted("longer fwd" if more else "fwd", *c.x.shape)
 
 
 def bwd_tile(c: Call, dht: Tensor | None) -> Tile:
