@@ -142,6 +142,35 @@ def on_rank(group: Any, p: Problem) -> dict[str, Any]:
     }
 
 
+def on_rank_in_streams(group: Any, problems: tuple[Problem, ...]) -> list[list[str]]:
+    """Problems of a rank begun one after the other, each in a stream of its own, their passes interleaved and
+    nothing waited for between them: of each the results that are not to the bit those it has alone."""
+    alone = [on_rank(group, p)["found"] for p in problems]
+    given: list[tuple[dict[str, Tensor], Any, Tensor, Tensor]] = []
+    for p in problems:
+        where = build_cp_context(torch.tensor(p.cu), group, layout=p.layout)
+        members, (do, dht) = list(where.sequences), p.upstream()
+        x = {n: where.shard(t) if n in BY_TOKEN else t for n, t in p.leaves().items()}
+        x["initial_state"] = x["initial_state"][members]
+        x = {n: t.clone().requires_grad_() for n, t in x.items()}
+        given.append((x, context_of(p, group), where.shard(do), dht[members]))
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in problems]
+    outputs: list[tuple[Tensor, Tensor | None]] = []
+    for p, stream, (x, context, _, _) in zip(problems, streams, given, strict=True):
+        with torch.cuda.stream(stream):
+            outputs.append(p.call(x, cp_context=context))
+    for p, stream, (_, _, do, dht), (o, ht) in zip(problems, streams, given, outputs, strict=True):
+        with torch.cuda.stream(stream):
+            p.loss(o, ht, do, dht).backward()
+    torch.cuda.synchronize()
+    beside = [results(x, *out) for (x, _, _, _), out in zip(given, outputs, strict=True)]
+    return [
+        [n for n, want in one.items() if not torch.equal(found[n], want)]
+        for one, found in zip(alone, beside, strict=True)
+    ]
+
+
 def count_gathers() -> tuple[list[int], Any]:
     """A list that grows by the bytes of each all-gather of this process, and the context that watches."""
     seen: list[int] = []

@@ -24,6 +24,7 @@ from over_ranks import (
     errors,
     on_hopper,
     on_rank,
+    on_rank_in_streams,
     together,
 )
 from torch import Tensor
@@ -151,6 +152,23 @@ def test_two_gpus_over_nccl(packing: tuple[int, ...], layout: str, gpus: Ranks) 
     parts = gpus.run(2, on_rank, p)
     as_exact_as_one_process(p, parts)
     assert [len(part["gathers"]) for part in parts] == [2, 2]
+
+
+IN_STREAMS = replace(on_hopper("one", "contiguous"), seed=5), on_hopper("packed", "zigzag")
+"""Problems that run beside each other."""
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+@pytest.mark.skipif(absent, reason="needs a Hopper GPU")
+def test_two_streams_on_one_gpu(ranks: Ranks) -> None:
+    assert ranks.run(2, on_rank_in_streams, IN_STREAMS) == [[[], []]] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(absent or torch.cuda.device_count() < 2, reason="needs two Hopper GPUs")
+def test_two_streams_over_nccl(gpus: Ranks) -> None:
+    assert gpus.run(2, on_rank_in_streams, IN_STREAMS) == [[[], []]] * 2
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
