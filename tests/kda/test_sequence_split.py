@@ -128,11 +128,10 @@ def cutting(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[int]]:
         seen.append(len(call.cu_seqlens) - 1 if call.cu_seqlens is not None else 0)
         return plain(call, intra, keep=keep, output=output)
 
-    def reverse(call: Call, intra: Intra, *given: Tensor | None) -> ReverseScan:
-        assert given[2] is not None
-        assert given[3] is not None
+    def reverse(call: Call, intra: Intra, *given: Tensor | None, only_dh0: bool = False) -> ReverseScan:
+        assert [x is None for x in given[2:]] == [only_dh0] * 2
         seen.append(len(call.cu_seqlens) - 1 if call.cu_seqlens is not None else 0)
-        return plain_reverse(call, intra, *given)
+        return plain_reverse(call, intra, *given, only_dh0=only_dh0)
 
     by = Backend(scan, reverse, segment_tables, fold)
 
@@ -142,11 +141,11 @@ def cutting(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[int]]:
             return plain(call, intra, keep=keep, output=output)
         return sequence_split.scan(call, intra, cut, by, keep=keep, output=output)
 
-    def bwd_state(call: Call, intra: Intra, *given: Tensor | None) -> ReverseScan:
+    def bwd_state(call: Call, intra: Intra, *given: Tensor | None, only_dh0: bool = False) -> ReverseScan:
         cut = sequence_split.cut_for(call, 132)
         if cut is None or not sequence_split.has_long(call, cut):
-            return plain_reverse(call, intra, *given)
-        return sequence_split.reverse(call, intra, cut, by, *given)
+            return plain_reverse(call, intra, *given, only_dh0=only_dh0)
+        return sequence_split.reverse(call, intra, cut, by, *given, only_dh0=only_dh0)
 
     monkeypatch.setattr(eager_fwd_state, "fwd_state", fwd_state)
     monkeypatch.setattr(eager_bwd_state, "bwd_state", bwd_state)
@@ -355,6 +354,7 @@ def test_a_long_call_of_few_heads_is_cut(fields: dict[str, Any], launched: list[
         before = len(launched)
         o.backward(o)
         assert [name for name, *_ in launched[before:]] == BACKWARD
+        assert [c.want_dh for name, c, _ in launched if name == "bwd_state"] == [False, True]
         assert not any(getattr(c, f, False) for _, c, _ in launched for f in ("overlapped", "leads"))
         B = fields.get("B", 1)
         rows = {

@@ -11,7 +11,7 @@ io(-beta k^ E) and kR of :mod:`operands`, every product accumulated in fp32:
 
 Everything runs transposed, so that do, the state, dv2 and y are the register A operand (64 rows of V a
 warpgroup). Rows past the end of a sequence: a = 1 and q = k = do = A = Aqk = beta = 0, by selection; their
-dv2 is not stored.
+dv2 is not stored. Of a run of tokens whose gradient is only passed on, dh and dv2 are not wanted: dh0 alone.
 
 Modes in global memory: q, k, g, A, Aqk (T, D, heads, B); do, dv2 (V, T, heads, B); dh (V, K, heads, NT).
 
@@ -77,9 +77,16 @@ class Config(ScanConfig):
 
     has_do: bool = True
     has_dht: bool = False
+    want_dh: bool = True
+    """And dv2; else only dh0."""
     want_dh0: bool = False
     overlapped: bool = False
     """It runs beside the rescan of fwd_state, see :mod:`overlap`."""
+
+    def __post_init__(self) -> None:
+        if not (self.want_dh or self.want_dh0):
+            raise ValueError("one of `want_dh` and `want_dh0` must be True, got neither")
+        super().__post_init__()
 
     @property
     def reads_beta(self) -> bool:
@@ -104,7 +111,7 @@ class Config(ScanConfig):
         row = self.BV * BT * io + 2 * BT * BT * io
         barriers = 128
         small = 4 * (BT * self.builders + self.K * self.row_stages + 2 * BC * self.build.warps * self.l2norm)
-        tiles = self.raw_bytes * raw_stages + row * self.row_stages + self.BV * BLOCK * io
+        tiles = self.raw_bytes * raw_stages + row * self.row_stages + self.BV * BLOCK * io * self.want_dh
         return tiles + -(-(small + barriers) // ALIGN_BYTES) * ALIGN_BYTES
 
 
@@ -140,29 +147,29 @@ class KdaBwdStateSm90:
             do=self.D.field(),
             A=self.A.field(),
             Aqk=self.A.field(),
-            dh=self.H.field(),
+            **({"dh": self.H.field()} if c.want_dh else {}),
         )
 
     @cute.jit
     def __call__(
         self, mQ: cute.Tensor, mK: cute.Tensor, mG: cute.Tensor, mBeta: cute.Tensor, mA: cute.Tensor,
         mAqk: cute.Tensor, mQr, mKr, mTotal: cute.Tensor, mDo, mDht, mALog, mBias, mCu, mFirst,
-        mDh: cute.Tensor, mDv: cute.Tensor, mDh0, scale: Float32, lower_bound: Float32, stream,
+        mDh, mDv, mDh0, scale: Float32, lower_bound: Float32, stream,
     ):  # fmt: skip
         c = self.config
         self.Storage = self.storage()
         N = mCu.shape[0] - 1 if const_expr(c.is_packed) else mA.shape[0]
-        T, HV, NV = mA.shape[1], mA.shape[2], mDv.shape[3] // c.BV
         states = [0, 1, 3, 2] if const_expr(not c.state_v_first) else [0, 1, 2, 3]
         vk = lambda m: cute.make_tensor(m.iterator, cute.select(m.layout, states))
+        V = mDv.shape[3] if const_expr(c.want_dh) else vk(mDh0).shape[2]
+        T, HV, NV = mA.shape[1], mA.shape[2], V // c.BV
         self.kda_bwd_state_sm90(
             self.builder.atoms(mQ, mK, mG),
             self.A.loader(tokens_first(mA)),
             self.A.loader(tokens_first(mAqk)),
             self.D.loader(dims_first(mDo)) if const_expr(c.has_do) else None,
-            self.H.storer(cute.make_tensor(mDh.iterator, cute.select(mDh.layout, [3, 2, 1, 0]))),
-            self.V.storer(dims_first(mDv)),
-            dims_first(mDv),
+            self.chunks_out(mDh) if const_expr(c.want_dh) else None,
+            (*self.V.storer(dims_first(mDv)), dims_first(mDv)) if const_expr(c.want_dh) else None,
             mBeta,
             (mQr, mKr),
             mTotal,
@@ -182,8 +189,8 @@ class KdaBwdStateSm90:
 
     @cute.kernel
     def kda_bwd_state_sm90(
-        self, raws, tmaA, tmaAqk, tmaDo, tmaDh, tmaDv, rowsDv: cute.Tensor, mBeta: cute.Tensor, mRstds, mTotal, mDht,
-        mDh0, parameters, tables, scalars, sizes,
+        self, raws, tmaA, tmaAqk, tmaDo, outDh, outDv, mBeta: cute.Tensor, mRstds, mTotal, mDht, mDh0, parameters,
+        tables, scalars, sizes,
     ):  # fmt: skip
         c = self.config
         mCu, mFirst = tables
@@ -228,11 +235,13 @@ class KdaBwdStateSm90:
                 cute.domain_offset((0, chain.start), m[None, None, hv, chain.b]), (ROWS, BT), (tile, None)
             )
             state = lambda m: cute.local_tile(m[chain.n, hv, None, None], (ROWS, c.K), (tile, 0))
-            gDh = cute.domain_offset((0, 0, chain.first), tmaDh[1][None, None, hv, None])
-            gDh = cute.local_tile(gDh, self.H.shape, (tile, None, None))
+            dh = dv2 = None
+            if const_expr(c.want_dh):
+                gDh = cute.domain_offset((0, 0, chain.first), outDh[1][None, None, hv, None])
+                dh = outDh[0], cute.local_tile(gDh, self.H.shape, (tile, None, None))
+                dv2 = outDv[0], cols(outDv[1]), cols(outDv[2]) if const_expr(c.is_packed) else None
             self.hold(
-                st, rings, (self.builder.loads(chain, raws, st, hv, G), more, gTotal, sTotal, gAround),
-                (tmaDh[0], gDh), (tmaDv[0], cols(tmaDv[1]), cols(rowsDv) if const_expr(c.is_packed) else None),
+                st, rings, (self.builder.loads(chain, raws, st, hv, G), more, gTotal, sTotal, gAround), dh, dv2,
                 state(mDht) if const_expr(c.has_dht) else None, state(mDh0) if const_expr(c.want_dh0) else None,
                 half, chain.length, chain.NT,
             )  # fmt: skip
@@ -269,7 +278,7 @@ class KdaBwdStateSm90:
 
         load = copy.load_transposed(mma_t, self.io, tidx)
         put = copy.store_transposed(mma_t, self.io, tidx)
-        sD, sH = self.V.view(st.do), self.H.view(st.dh)[None, None, half]
+        sD = self.V.view(st.do)
         tDsD, tDrD = load.partition_S(sD), load.retile(rDc)
         tTsT = wgmma.columns(thr_s, loads[3], c.K, c.row_stages)
         total = cute.make_rmem_tensor((2, c.K // 8), Float32)
@@ -301,14 +310,15 @@ class KdaBwdStateSm90:
             if const_expr(c.has_do):
                 wgmma.gemm(mma_t, acc_V, rD, tCrAqk[None, None, None, j], False)
             wgmma.gemm(mma_k, acc_V, rS, tCrR[None, None, None, r], c.has_do)
-            stages = (sH, sD[None, None, own])
-            for b in cutlass.range_constexpr(blocks):
-                self.stage(put, rSc[None, None, None, b], stages[b])
-            self.meet(half)
-            if leader:
+            if const_expr(c.want_dh):
+                stages = (self.H.view(st.dh)[None, None, half], sD[None, None, own])
                 for b in cutlass.range_constexpr(blocks):
-                    self.send(dh[0], stages[b], dh[1][None, None, b, n])
-                cute.arch.cp_async_bulk_commit_group()
+                    self.stage(put, rSc[None, None, None, b], stages[b])
+                self.meet(half)
+                if leader:
+                    for b in cutlass.range_constexpr(blocks):
+                        self.send(dh[0], stages[b], dh[1][None, None, b, n])
+                    cute.arch.cp_async_bulk_commit_group()
             cute.autovec_copy(tTsT[None, None, j], total)
             wgmma.scale_columns(acc_S, total)
             wgmma.wait(0)
@@ -318,12 +328,13 @@ class KdaBwdStateSm90:
             wgmma.gemm(mma_t, acc_V, rV, tCrA[None, None, None, j], False)
             if const_expr(c.has_do):
                 wgmma.gemm(mma_s, acc_S, rD, tCrQ[None, None, None, r], True)
-            if leader:
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-            self.meet(half)
-            self.stage(put, rVc, sD[None, None, own])
-            self.meet(half)
-            self.send_rows(dv2, sD[None, None, own], n, length - n * BT, leader)
+            if const_expr(c.want_dh):
+                if leader:
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                self.meet(half)
+                self.stage(put, rVc, sD[None, None, own])
+                self.meet(half)
+                self.send_rows(dv2, sD[None, None, own], n, length - n * BT, leader)
             wgmma.wait(1 if c.has_do else 0)
             # dS += kE^T y
             wgmma.round_to(rV, acc_V)
@@ -331,8 +342,9 @@ class KdaBwdStateSm90:
             wgmma.gemm(mma_s, acc_S, rV, tCrE[None, None, None, r], True)
             wgmma.wait(0)
             raw.free(at_raw)
-            if leader:
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
+            if const_expr(c.want_dh):
+                if leader:
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
             row.free(at_row)
             at_raw.advance()
             at_row.advance()
@@ -345,7 +357,8 @@ class KdaBwdStateSm90:
                     load_row.advance()
         if const_expr(c.want_dh0):
             cute.autovec_copy(acc_S, thr_s.partition_C(gDh0))
-        cute.arch.cp_async_bulk_wait_group(0)
+        if const_expr(c.want_dh):
+            cute.arch.cp_async_bulk_wait_group(0)
         if const_expr(c.overlapped):
             overlap.end()
 
@@ -369,6 +382,10 @@ class KdaBwdStateSm90:
             cute.copy(tma, tXgX[None, n], tXsX[None, at.index], tma_bar_ptr=barrier)
         with cute.arch.elect_one():
             cute.copy(bulk, gTotal[n, None], sTotal[None, at.index], mbar_ptr=barrier)
+
+    def chunks_out(self, mDh: cute.Tensor) -> Any:
+        """TMA of dh."""
+        return self.H.storer(cute.make_tensor(mDh.iterator, cute.select(mDh.layout, [3, 2, 1, 0])))
 
     def stage(self, put, rX: cute.Tensor, sX: cute.Tensor) -> None:
         """A result in accumulator layout to shared memory."""
@@ -421,8 +438,8 @@ def _compile(config: Config) -> Program:
             opt(c.has_do, c.io, "B", "T", "HV", V),
             opt(c.has_dht, "float32", *states),
             *x.parameters(),
-            x.tensor(c.io, "NT", "HV", c.K, V),
-            x.tensor(c.io, "B", "T", "HV", V),
+            opt(c.want_dh, c.io, "NT", "HV", c.K, V),
+            opt(c.want_dh, c.io, "B", "T", "HV", V),
             opt(c.want_dh0, "float32", *states),
             Float32(1.0),
             Float32(1.0),
@@ -450,7 +467,7 @@ NAMES = ("q", "k", "g", "A", "Aqk", "total", "do", "dht")
 @lru_cache(maxsize=512)
 def prepare(
     facts: tuple[Any, ...], at: device, *, scale: float, gate: str, lower_bound: float | None, beta_mode: str, l2norm: bool,
-    state_v_first: bool, want_dh0: bool, overlapped: bool = False,
+    state_v_first: bool, want_dh0: bool, want_dh: bool = True, overlapped: bool = False,
 ) -> Plan:  # fmt: skip
     """Everything about a launch but addresses. ValueError or TypeError names the argument that does not fit.
 
@@ -483,6 +500,7 @@ def prepare(
         state_v_first=state_v_first,
         has_do=do is not None,
         has_dht=dht is not None,
+        want_dh=want_dh,
         want_dh0=want_dh0,
         overlapped=overlapped,
     )
@@ -507,13 +525,15 @@ def launch(
     dt_bias: Tensor | None,
     cu_seqlens: Tensor | None,
     first_chunks: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """See :func:`bwd_state`; on tensors whose facts are those that the plan was prepared from, and whose
     addresses TMA can take."""
     import torch
 
-    dv2 = (q.new_empty if cu_seqlens is None else q.new_zeros)(plan.values)
-    dh = q.new_empty(plan.chunks)
+    dh = dv2 = None
+    if plan.config.want_dh:
+        dv2 = (q.new_empty if cu_seqlens is None else q.new_zeros)(plan.values)
+        dh = q.new_empty(plan.chunks)
     dh0 = q.new_empty(plan.states, dtype=torch.float32) if plan.config.want_dh0 else None
     if plan.runs:
         if not plan.config.l2norm:
@@ -550,7 +570,8 @@ def bwd_state(
     l2norm: bool,
     state_v_first: bool,
     want_dh0: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    want_dh: bool = True,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The recurrence over chunks in reverse.
 
     q, k ``[B, T, H, K]``, g ``[B, T, HV, K]``, beta ``[B, T, HV]``: the caller's own, io dtype bf16 or fp16; g
@@ -562,7 +583,8 @@ def bwd_state(
 
     Returns dh ``[NT, HV, K, V]`` io, the gradient of the state at the end of each chunk (rows past the last
     chunk of a packing are not written); dv2 ``[B, T, HV, V]`` io, the gradient of v_new, zero outside every
-    sequence; with ``want_dh0`` the gradient of the initial state, fp32 in the layout of dht, else None.
+    sequence; with ``want_dh0`` the gradient of the initial state, fp32 in the layout of dht, else None. Without
+    ``want_dh`` dh and dv2 are None, and dh0 must be wanted.
     ValueError or TypeError names the argument that does not fit.
     """
     if gate == "log":
@@ -570,7 +592,7 @@ def bwd_state(
     given = q, k, g, beta, A, Aqk, q_rstd, k_rstd, total, do, dht, A_log, dt_bias, *(table or (None, None))
     plan = prepare(
         facts_of(*given), q.device, scale=scale, gate=gate, lower_bound=lower_bound, beta_mode=beta_mode, l2norm=l2norm,
-        state_v_first=state_v_first, want_dh0=want_dh0,
+        state_v_first=state_v_first, want_dh0=want_dh0, want_dh=want_dh,
     )  # fmt: skip
     check_addresses(NAMES, (q, k, g, A, Aqk, total, do, dht))
     return launch(plan, *given)
