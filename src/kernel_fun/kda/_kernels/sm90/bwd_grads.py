@@ -9,7 +9,8 @@ computes, line by line:
     C  bwd_grads_sweeps    dq, dk, dg of the tokens of the chunk from each other
     D  bwd_grads_finish    the derivatives of gate, norm and beta: dq, dk, dg, dbeta, sums for dA_log and d dt_bias
 
-bwd_grads_math runs them on what a thread keeps of its place, bwd_grads_thread; bwd_grads_moves is LOAD and STORE.
+bwd_grads_math runs them on what a thread keeps of its place, bwd_grads_thread; bwd_grads_moves is LOAD and STORE. Sizes
+are in bwd_grads_config, WGMMA in bwd_grads_products. Shares of value heads in dq and dk are added by bwd_grads_reduce.
 
 Rows past the last token: q = k = v = do = v_new = dv2 = A = beta = 0 and no decay, by selection; not stored. Before the
 first token of a chunk with S = 0, dl is 0.
@@ -21,7 +22,8 @@ Modes in global memory: q, k, g, A, v, do, v_new, dv2 (tokens, D, heads); h, dh 
     role       warps    registers   does
     MATH       0-7      240         A..D; a warpgroup owns 64 channels, a warp 16, tokens on the other axis;
                                     the gate: a thread owns two channels of 16 tokens
-    LOAD       8-11     24          ring, A, then q k g of the items, a warp each
+    LOAD       8-10     24          ring; A and g; q and k of the items, a warp each
+    STORE      11       24          dq, dk, dg of whole chunks
     pipe       stages   tx          holds
     ring       2        64 KB       h, dh, do, v_new, dv2, v of 64 values; one stage where g is fp32
     one        1        8 KB        A
@@ -153,7 +155,7 @@ class KdaBwdGradsSm90(Math):
             self.raw_g.loader(rows(mG)),
             self.square.loader(rows(mA)),
             tuple([self.state.loader(states(x)) for x in (mH, mDh)]),
-            tuple([self.row.loader(rows(x)) for x in (mDo, mV_new, mDv2, mV)]),
+            tuple([self.row.loader(rows(x)) for x in (mDo, mV_new, mDv2, mV)]),  # as DO, V_NEW, DV2, V
             dqks,
             self.raw_g.storer(rows(mDg)),
             mBeta,
@@ -169,6 +171,7 @@ class KdaBwdGradsSm90(Math):
     def kda_bwd_grads_sm90(
         self, qks, g, A, states, rows, dqks, dg, mBeta: cute.Tensor, mRstds, parameters, mTable, results, sizes, scalars,
     ):  # fmt: skip
+        """``qks`` to ``rows``: TMA atoms and what they load from; ``dqks``, ``dg``: what they store to."""
         T, items, HV, G, NV = sizes
         st = SmemAllocator().allocate(self.Storage)
         ring, qk, gates, one = (getattr(self, x).bind(getattr(st, x)) for x in ("ring", "qk", "gates", "one"))
