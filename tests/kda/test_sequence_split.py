@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from kernel_fun._common import device as devices
 from kernel_fun.kda import chunk_kda, sequence_split
 from kernel_fun.kda._kernels.eager import bwd_state as eager_bwd_state
 from kernel_fun.kda._kernels.eager import fwd_state as eager_fwd_state
-from kernel_fun.kda.call import Call
+from kernel_fun.kda._kernels.eager.fwd_intra import fwd_intra
+from kernel_fun.kda.call import Call, bind
 from kernel_fun.kda.reference import chunked
 from kernel_fun.kda.sequence_split import Backend, Cut, cut_of, fold, forced, segment_tables
 from kernel_fun.kda.stages import Intra, ReverseScan, Scan
@@ -204,6 +206,28 @@ def test_cut_is_uncut(fields: dict[str, Any], keep: bool, cutting: Callable[[], 
             with forced(None):
                 want_some = run(chunk_kda, x, **some)
             assert_equal(want_some, run(chunk_kda, x, **some))
+
+
+@pytest.mark.parametrize(
+    "fields", [dict(T=300, B=2), dict(seqlens=(5, 300, 0, 129), state_v_first=True)], ids=str
+)
+def test_a_reverse_summary_is_cut(fields: dict[str, Any], cutting: Callable[[], list[int]]) -> None:
+    x = make_inputs(**SMALL, **STATES, **fields)
+    bound = signature(chunk_kda).bind(**x)
+    bound.apply_defaults()
+    call = bind(bound.arguments)
+    intra, up = fwd_intra(call), make_upstream(x)
+    with forced(None):
+        want = eager_bwd_state.bwd_state(call, intra, up["do"], up["dht"], None, None).dh0
+    assert want is not None
+    assert cutting() == []
+    with forced(SHORT):
+        for some in (call, call.like(notes=call.notes.of(None), initial_state=None)):
+            found = eager_bwd_state.bwd_state(some, intra, up["do"], up["dht"], None, None, only_dh0=True)
+            assert found[:2] == found[3:] == (None, None)
+            assert found.dh0 is not None
+            assert (found.dh0 - want).abs().max() < 1e-12
+            assert len(cutting()) == 3  # M, dS_loc, all segments
 
 
 def test_a_dense_batch_of_spaced_rows_is_cut(cutting: Callable[[], list[int]]) -> None:
