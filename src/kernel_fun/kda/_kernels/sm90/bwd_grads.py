@@ -378,12 +378,12 @@ def launch(
     c, f32 = plan.config, torch.float32
     like, fresh = (uninitialised, q.new_empty) if table is None else (zeros, q.new_zeros)
     if c.shared:
-        dq, dk = fresh(plan.shares, dtype=f32), fresh(plan.shares, dtype=f32)
+        dq, dk = fresh(*plan.shares, dtype=f32), fresh(*plan.shares, dtype=f32)
     else:
         dq, dk = like(q), like(k)
     dv, dg, dbeta = like(v), like(g), like(beta)
-    dA = fresh(plan.chunks[:2], dtype=f32) if c.has_A_log else None
-    dbias = fresh(plan.chunks, dtype=f32) if c.has_dt_bias else None
+    dA = fresh(*plan.chunks[:2], dtype=f32) if c.has_A_log else None
+    dbias = fresh(*plan.chunks, dtype=f32) if c.has_dt_bias else None
     if plan.runs:
         q_norms, k_norms = plan.norms
         _compile(c)(

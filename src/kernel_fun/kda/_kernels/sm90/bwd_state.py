@@ -353,9 +353,9 @@ def launch(
 
     dh = dv2 = None
     if plan.config.want_dh:
-        dv2 = (q.new_empty if cu_seqlens is None else q.new_zeros)(plan.values)
-        dh = q.new_empty(plan.chunks)
-    dh0 = q.new_empty(plan.states, dtype=torch.float32) if plan.config.want_dh0 else None
+        dv2 = (q.new_empty if cu_seqlens is None else q.new_zeros)(*plan.values)
+        dh = q.new_empty(*plan.chunks)
+    dh0 = q.new_empty(*plan.states, dtype=torch.float32) if plan.config.want_dh0 else None
     if plan.runs:
         if not plan.config.l2norm:
             q_rstd = k_rstd = None
