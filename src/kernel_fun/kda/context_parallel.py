@@ -294,16 +294,14 @@ def _gradient(
     bwd_state: BwdState,
 ) -> Tensor:
     """dS_loc ``[HV, K, V]``: gradient of the state before a piece's first sequence, 0 coming from later."""
-    HV, K, V = sizes(call)
     n = piece.first
     lo, hi = split.rows(n)
     rows = _rows(call, split, range(n, n + 1))
     ends_here = not piece.passes_through and dht is not None
     own = k_first(dht[n : n + 1], call) if ends_here and dht is not None else None
-    do, start = do[:, lo:hi], zeros(call, (1, HV, K, V))
-    rows = rows.like(notes=rows.notes.of(do, own), initial_state=start)
-    states = unread(rows, _chunks(split, n, rows.BT))
-    scan = bwd_state(rows, _rows_of(intra, split, n, rows.BT), do, own, *states)
+    do = do[:, lo:hi]
+    rows = rows.like(notes=rows.notes.of(do, own))
+    scan = bwd_state(rows, _rows_of(intra, split, n, rows.BT), do, own, None, None, only_dh0=True)
     assert scan.dh0 is not None
     return scan.dh0[0]
 
