@@ -298,8 +298,9 @@ def _stops() -> tuple[type[BaseException], ...]:
 
 
 @contextlib.contextmanager
-def failing(context: Any, exchange: Callable[[Split], Exchange | Silence]) -> Generator[None]:
+def failing(context: Any, exchange: Callable[[Split], Exchange | Silence]) -> Generator[Split | None]:
     """Around what comes before an operation's exchange: an exception in it reaches every rank of the group.
+    Gives the context as it is read.
 
     ``exchange`` makes the one that the other ranks wait in. Where the arguments do not tell its size it makes
     none: a message of another size would do them more harm than silence. A mistake in the context itself,
@@ -308,7 +309,7 @@ def failing(context: Any, exchange: Callable[[Split], Exchange | Silence]) -> Ge
     split = None
     try:
         split = None if context is None else context_parallel.read(context)
-        yield
+        yield split
     except BaseException as error:
         if split is not None:
             group, read = split.group, split

@@ -57,8 +57,9 @@ if TYPE_CHECKING:
 FORWARD, BACKWARD = "chunk_kda forward", "chunk_kda backward"
 
 
-def failing_together(arguments: dict[str, Any]) -> AbstractContextManager[None]:
-    """Around what a rank checks before its forward: its exception reaches every rank of the cp group."""
+def failing_together(arguments: dict[str, Any]) -> AbstractContextManager[Split | None]:
+    """Around what a rank checks before its forward: its exception reaches every rank of the cp group. Gives
+    the context as it is read."""
 
     def exchange(split: Split) -> Exchange | Silence:
         kwargs = arguments["kwargs"]
