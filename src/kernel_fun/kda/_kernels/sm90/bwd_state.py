@@ -231,12 +231,14 @@ class KdaBwdStateSm90(Walk):
                 cute.domain_offset((0, chain.start), m[None, None, hv, chain.b]), (ROWS, BT), (tile, None)
             )
             state = lambda m: cute.local_tile(m[chain.n, hv, None, None], (ROWS, c.K), (tile, 0))
-            dh = dv2 = None
+            dh = dv2 = gDh = None
             if const_expr(c.want_dh):
                 gDh = cute.domain_offset((0, 0, chain.first), outDh[1][None, None, hv, None])
-                dh = outDh[0], cute.local_tile(gDh, self.H.shape, (tile, None, None))
-                dv2 = outDv[0], cols(outDv[1]), cols(outDv[2]) if const_expr(c.is_packed) else None
+                gDh = cute.local_tile(gDh, self.H.shape, (tile, None, None))
             loads = Loads(self.builder.loads(chain, raws, st, hv, G), more, gTotal, sTotal, gAround)
+            if const_expr(c.want_dh):
+                dh = outDh[0], gDh
+                dv2 = outDv[0], cols(outDv[1]), cols(outDv[2]) if const_expr(c.is_packed) else None
             self.walk(
                 st, rings, loads, dh, dv2,
                 state(mDht) if const_expr(c.has_dht) else None, state(mDh0) if const_expr(c.want_dh0) else None,
