@@ -25,7 +25,7 @@ VERIFIED: dict[str, Verified] = {
             "kernel_fun.kda._kernels.sm90.scan_config": "8ae16ab25251d0f13690585982a16240553ddb96384e7df9cc5f4a877bf553b2",
         },
         gpu="NVIDIA H200",
-        utc="2026-11-30T03:24:27Z",
+        utc="2026-11-30T08:51:47Z",
         versions={
             "apache-tvm-ffi": "0.1.15.post2",
             "nvidia-cutlass-dsl": "4.8.1",
@@ -57,7 +57,7 @@ VERIFIED: dict[str, Verified] = {
             "kernel_fun.kda._kernels.sm90.segment_tables": "38b7724059a48ff9129ce716828fb26d623edc9dde46d95e1db3c9fec8f8d353",
         },
         gpu="NVIDIA H200",
-        utc="2026-11-30T03:24:27Z",
+        utc="2026-11-30T08:51:47Z",
         versions={
             "apache-tvm-ffi": "0.1.15.post2",
             "nvidia-cutlass-dsl": "4.8.1",
@@ -89,7 +89,7 @@ VERIFIED: dict[str, Verified] = {
             "kernel_fun.kda._kernels.sm90.segment_tables": "38b7724059a48ff9129ce716828fb26d623edc9dde46d95e1db3c9fec8f8d353",
         },
         gpu="NVIDIA H200",
-        utc="2026-11-30T03:24:27Z",
+        utc="2026-11-30T08:51:47Z",
         versions={
             "apache-tvm-ffi": "0.1.15.post2",
             "nvidia-cutlass-dsl": "4.8.1",
@@ -118,7 +118,7 @@ VERIFIED: dict[str, Verified] = {
             "kernel_fun.kda._kernels.sm90.scan_config": "8ae16ab25251d0f13690585982a16240553ddb96384e7df9cc5f4a877bf553b2",
         },
         gpu="NVIDIA H200",
-        utc="2026-11-30T03:24:27Z",
+        utc="2026-11-30T08:51:47Z",
         versions={
             "apache-tvm-ffi": "0.1.15.post2",
             "nvidia-cutlass-dsl": "4.8.1",
