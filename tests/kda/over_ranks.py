@@ -117,26 +117,38 @@ def context_of(p: Problem, group: Any) -> Any:
     return build_cp_context(torch.tensor(p.cu), group, layout=p.layout, reduce_gradients=p.reduce)
 
 
-def on_rank(group: Any, p: Problem) -> dict[str, Any]:
-    """One rank's part of outputs and gradients, and where it belongs."""
-    torch.manual_seed(0)
-    context = context_of(p, group)
+class Part(NamedTuple):
+    """What a rank has of a problem."""
+
+    where: Any
+    """Our context, which says where the rank's tokens belong."""
+    x: dict[str, Tensor]
+    do: Tensor
+    dht: Tensor
+
+
+def part_of(p: Problem, group: Any) -> Part:
     where = build_cp_context(torch.tensor(p.cu), group, layout=p.layout)
-    members = list(where.sequences)
+    members, (do, dht) = list(where.sequences), p.upstream()
     x = {n: where.shard(t) if n in BY_TOKEN else t for n, t in p.leaves().items()}
     if p.states:
         x["initial_state"] = x["initial_state"][members]
-    x = {n: t.clone().requires_grad_() for n, t in x.items()}
-    do, dht = p.upstream()
+    return Part(where, {n: t.clone().requires_grad_() for n, t in x.items()}, where.shard(do), dht[members])
+
+
+def on_rank(group: Any, p: Problem) -> dict[str, Any]:
+    """One rank's part of outputs and gradients, and where it belongs."""
+    torch.manual_seed(0)
+    context, mine = context_of(p, group), part_of(p, group)
     gathers, watched = count_gathers()
     with watched, patch.object(context_rows, "ROWS", p.rows):
-        o, ht = p.call(x, cp_context=context)
+        o, ht = p.call(mine.x, cp_context=context)
         forward = len(gathers)
-        p.loss(o, ht, where.shard(do), dht[members]).backward()
+        p.loss(o, ht, mine.do, mine.dht).backward()
     return {
-        "found": results(x, o, ht),
-        "ranges": where.token_ranges,
-        "sequences": members,
+        "found": results(mine.x, o, ht),
+        "ranges": mine.where.token_ranges,
+        "sequences": list(mine.where.sequences),
         "gathers": gathers,
         "forward": forward,
     }
@@ -146,25 +158,19 @@ def on_rank_in_streams(group: Any, problems: tuple[Problem, ...]) -> list[list[s
     """Problems of a rank begun one after the other, each in a stream of its own, their passes interleaved and
     nothing waited for between them: of each the results that are not to the bit those it has alone."""
     alone = [on_rank(group, p)["found"] for p in problems]
-    given: list[tuple[dict[str, Tensor], Any, Tensor, Tensor]] = []
-    for p in problems:
-        where = build_cp_context(torch.tensor(p.cu), group, layout=p.layout)
-        members, (do, dht) = list(where.sequences), p.upstream()
-        x = {n: where.shard(t) if n in BY_TOKEN else t for n, t in p.leaves().items()}
-        x["initial_state"] = x["initial_state"][members]
-        x = {n: t.clone().requires_grad_() for n, t in x.items()}
-        given.append((x, context_of(p, group), where.shard(do), dht[members]))
+    parts = [part_of(p, group) for p in problems]
+    contexts = [context_of(p, group) for p in problems]
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in problems]
     outputs: list[tuple[Tensor, Tensor | None]] = []
-    for p, stream, (x, context, _, _) in zip(problems, streams, given, strict=True):
+    for p, stream, part, context in zip(problems, streams, parts, contexts, strict=True):
         with torch.cuda.stream(stream):
-            outputs.append(p.call(x, cp_context=context))
-    for p, stream, (_, _, do, dht), (o, ht) in zip(problems, streams, given, outputs, strict=True):
+            outputs.append(p.call(part.x, cp_context=context))
+    for p, stream, part, out in zip(problems, streams, parts, outputs, strict=True):
         with torch.cuda.stream(stream):
-            p.loss(o, ht, do, dht).backward()
+            p.loss(*out, part.do, part.dht).backward()
     torch.cuda.synchronize()
-    beside = [results(x, *out) for (x, _, _, _), out in zip(given, outputs, strict=True)]
+    beside = [results(part.x, *out) for part, out in zip(parts, outputs, strict=True)]
     return [
         [n for n, want in one.items() if not torch.equal(found[n], want)]
         for one, found in zip(alone, beside, strict=True)
