@@ -138,6 +138,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--commit", help="commit of a clean copy that has no git")
     parser.add_argument("--out", type=Path, help="folder of runs, or a .csv file (default: none)")
     args = parser.parse_args(argv)
+    if args.seeds < 1:
+        parser.error(f"--seeds must be at least 1, got {args.seeds}")
     about = runs.made(torch.device(args.device), args.commit)
     wrong: list[str] = []
     with ExitStack() as stack:
@@ -149,7 +151,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             file.write(f"# {runs.line(about)}; {args.backend}, gloo, bfloat16\n")
             table = csv.DictWriter(file, COLUMNS)
             table.writeheader()
-        chosen = args.ranks or (2, 4), args.packing or problems.ON_HOPPER, args.layout or problems.LAYOUTS
+        asked = args.ranks or (2, 4), args.packing or problems.ON_HOPPER, args.layout or problems.LAYOUTS
+        chosen = [tuple(dict.fromkeys(words)) for words in asked]
         for rows in cases(*chosen, args.seeds, args.device, args.backend):
             last = [r for r in rows if r["seed"] == rows[-1]["seed"]]
             shown = (f"{x['tensor']} {x['error']:.2e} ({x['ratio']:.3f})" for x in last)

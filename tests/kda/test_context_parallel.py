@@ -474,7 +474,7 @@ def test_where_one_rank_raises_all_do_and_none_waits(how: str, world: int, ranks
             what = {
                 "another packing": "contexts; boundaries, layout and reduce_gradients",
                 "another scale": "scale; these must agree: shapes, H, dtypes of the inputs, gate",
-                "no gradient": "a gradient needed; these must agree: shapes",
+                "no gradient": "need of a gradient; these must agree: shapes",
             }[how]
             start = (
                 f"PeerFailure: chunk_kda forward: ranks 0 and {bad} of the context-parallel group called with"

@@ -282,3 +282,58 @@ def test_upstream_of_ever_new_strides_keeps_a_bounded_number_of_notes(
     for made in (kept.notes, *kept.notes._others.values()):
         assert made
         assert "tensor(" not in repr(list(made.values()))
+
+
+def moved(x: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0) -> torch.Tensor:
+    """A tensor's values in memory of these strides, ``offset`` elements into it."""
+    size = offset + 1 + sum((n - 1) * step for n, step in zip(shape, strides))
+    return x.new_zeros(size).as_strided(shape, strides, offset).copy_(x)
+
+
+ODDLY: dict[str, dict[str, Any]] = {
+    "beta": {"shape": (1, 64, 1), "strides": (64, 1, 64)},
+    "A_log": {"shape": (1,), "strides": (8,)},
+    "dt_bias": {"shape": (128,), "strides": (1,), "offset": 1},
+    "initial_state": {"shape": (1, 1, 128, 128), "strides": (16385, 16384, 128, 1)},
+}
+
+
+@pytest.mark.parametrize("name", ODDLY)
+def test_strides_of_one_element_and_a_shifted_bias_are_launched_as_any(
+    name: str, launches: list[tuple[Any, ...]]
+) -> None:
+    """PyTorch calls a tensor contiguous whatever the stride of a dimension of one element."""
+    x = problem(H=1, HV=1, initial_state=True, output_final_state=True)
+    chunk_kda(**x)
+    plain = [described(launch) for launch in launches]
+    odd = {**x, name: moved(x[name], **ODDLY[name])}
+    for _ in range(3):
+        launches.clear()
+        chunk_kda(**odd)
+        assert [described(launch) for launch in launches] == plain
+    taken = [t for launch in launches for t in launch[1:] if isinstance(t, torch.Tensor)]
+    assert all(not t.data_ptr() % 8 for t in taken if t.dtype == torch.float32 and t.numel() == 128)
+
+
+def test_a_forward_is_done_again_after_one_that_was_deterministic(launches: list[tuple[Any, ...]]) -> None:
+    x = problem(T=8192, H=32, HV=32)
+    chunk_kda(**x)
+    torch.use_deterministic_algorithms(True)
+    try:
+        chunk_kda(**x)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    launches.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stages, "fwd_intra", None)  # it is not asked
+        chunk_kda(**x)
+    assert len(launches) == 2
+
+
+@pytest.mark.parametrize(
+    "given", [torch.Tensor, type("Shaped", (), {"shape": (1, 4, 1, 64), "stride": (1,)})()]
+)
+def test_what_looks_like_a_tensor_is_named(given: Any) -> None:
+    x = problem()
+    with pytest.raises(TypeError, match=r"`q` must be a torch\.Tensor, got"):
+        chunk_kda(**{**x, "q": given})

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from kernel_fun._common import config
@@ -47,17 +48,19 @@ class Known(Generic[Answer]):
         kinds = tuple([type(value) for value in others])  # True is 1, and 1 a number
         if not _PLAIN.issuperset(kinds) or forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage]
             return None
+        facts: list[Any] = []
         try:
-            facts = tuple(
-                [
-                    None if t is None else (type(t), t.shape, t.stride(), t.dtype, t.device, t.requires_grad)
-                    for t in tensors
-                ]
-            )
-        except (AttributeError, RuntimeError):  # no tensor; a layout without strides
+            for t in tensors:
+                if t is None:
+                    facts.append(None)
+                elif isinstance(t, Tensor):
+                    facts += (type(t), t.shape, t.stride(), t.dtype, t.device, t.requires_grad)
+                else:
+                    return None
+        except RuntimeError:  # a layout without strides
             return None
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        return modes, kinds, others, place, config.words(self._policy), facts
+        return modes, kinds, others, place, config.words(self._policy), tuple(facts)
 
     def recall(self, signature: Hashable | None) -> Answer | None:
         """The answer of a signature seen before."""

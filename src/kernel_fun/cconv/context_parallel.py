@@ -277,7 +277,7 @@ def _exchange_of_forward(call: Call, plan: Plan) -> Exchange | None:
     split = _split(call)
     agreed: dict[str, Any] = {
         "dtype of x": call.x.dtype,
-        "a gradient needed": plan.problem.needs_grad,
+        "need of a gradient": plan.problem.needs_grad,
         "activation": call.activation,
     }
     if split.reduce_gradients:  # the backwards then meet in a sum of these

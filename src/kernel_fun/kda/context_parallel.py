@@ -417,7 +417,7 @@ def _facts(call: Call, what: str, plan: Plan) -> tuple[Any, ...]:
         "gate": p.gate,
         "beta": p.beta_mode,
         "l2norm": p.l2norm,
-        "a gradient needed": p.needs_grad,
+        "need of a gradient": p.needs_grad,
         "scale": call.scale,
         "lower_bound": call.lower_bound,
         "A_log": call.A_log is None,

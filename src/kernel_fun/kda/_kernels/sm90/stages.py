@@ -73,7 +73,7 @@ def _scans_fit(call: Call) -> bool:
 def _is_alone(call: Call) -> bool:
     """Whether a scan launches nothing but itself: no zeros for rows of no sequence, no copy of a state."""
     h0 = call.initial_state
-    return call.cu_seqlens is None and (h0 is None or h0.is_contiguous())
+    return call.cu_seqlens is None and (h0 is None or _is_packed(h0))
 
 
 def fwd_state(call: Call, intra: Intra, *, keep: bool, output: bool = True) -> Scan:
@@ -120,8 +120,9 @@ def _scan(call: Call, intra: Intra, *, keep: bool, output: bool, leads: bool = F
             want_o=output, overlapped=ready is not None, leads=leads, **_forms(call),
         )  # fmt: skip
         plan = call.notes[wanted] = _with_rows(plan, call)
-        if output and not keep and not leads:
-            call.notes[AGAIN] = _again(call, plan)
+        again = _again(call, plan) if output and not keep and not leads else None
+        if again is not None:
+            call.notes[AGAIN] = again
     return Scan(*state_kernel.launch(plan, *given, ready))
 
 
@@ -140,9 +141,7 @@ def _again(call: Call, scan: Any) -> Again | None:
         q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
         h0: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, Intra] | None:  # fmt: skip
-        if any([x.data_ptr() % TMA_BYTES for x in (q, k, v, g)]) or (
-            h0 is not None and h0.data_ptr() % TMA_BYTES
-        ):
+        if not _lie_well(q, k, v, g, dt_bias) or (h0 is not None and h0.data_ptr() % TMA_BYTES):
             return None
         ready = None
         if overlapped:
@@ -150,6 +149,7 @@ def _again(call: Call, scan: Any) -> Again | None:
                 return None
             ready = q.new_empty(intra.ready, dtype=torch.int32)
         by_head = None if dt_bias is None else dt_bias.as_strided((HV, K), (K, 1))
+        h0 = None if h0 is None else h0.detach()
         found = Intra(*intra_kernel.launch(intra, q, k, g, beta, A_log, dt_bias, None, ready))
         o, ht, _, _ = state_kernel.launch(
             scan, q, k, v, g, beta, *found, h0, A_log, by_head, None, None, ready
@@ -187,7 +187,7 @@ def _reverse_scan(
     """bwd_state, uncut."""
     q, k, _, g, beta, A_log, _, dt_bias = _operands(call)
     do = None if do is None else _upstream(do, call)
-    dht = None if dht is None else dht.contiguous()
+    dht = None if dht is None else _packed(dht)
     _check_addresses(call, intra, dht=dht)
     beside = False
     if h is None or v_new is None:
@@ -253,7 +253,7 @@ def _state(x: Tensor) -> Tensor:
     """States as a scan reads them: in place, too, where every sequence and head has the same one."""
     x = x.detach()
     is_one = x.stride()[:2] == (0, 0) and x[0, 0].is_contiguous() and not x.data_ptr() % TMA_BYTES
-    return x if is_one else x.contiguous()
+    return x if is_one else _packed(x)
 
 
 def _forms(call: Call) -> dict[str, Any]:
@@ -276,9 +276,9 @@ def _operands(call: Call) -> tuple[Any, ...]:
         plain = call.notes.get("plain")
         if plain is None:
             plain = call.notes["plain"] = _are_plain(call)
-        if not plain or any([x.data_ptr() % TMA_BYTES for x in (q, k, v, g)]):
+        if not plain or not _lie_well(q, k, v, g, dt_bias):
             q, k, v, g = [_addressable(_readable(x.detach(), call)) for x in (q, k, v, g)]
-            beta = _readable(beta.detach(), call).contiguous()
+            beta = _packed(_readable(beta.detach(), call))
             A_log, dt_bias = _flat(A_log), _flat(dt_bias)
         if not LAUNCHES_TAKE_LEAVES:
             q, k, v, g, beta = [x.detach() for x in (q, k, v, g, beta)]
@@ -295,13 +295,45 @@ def _are_plain(call: Call) -> bool:
     return (
         all(_readable(x, call) is x for x in (call.q, call.k, call.v, call.g, call.beta))
         and all(_has_tma_strides(x) for x in (call.q, call.k, call.v, call.g))
-        and call.beta.is_contiguous()
-        and all(x.dtype == torch.float32 and x.dim() == 1 and x.is_contiguous() for x in parameters)
+        and _is_packed(call.beta)
+        and all(x.dtype == torch.float32 and x.dim() == 1 and _is_packed(x) for x in parameters)
     )
 
 
+BIAS_BYTES = 8
+"""What the scans want the base of dt_bias to be a multiple of: they read two channels at once."""
+
+
+def _lie_well(q: Tensor, k: Tensor, v: Tensor, g: Tensor, dt_bias: Tensor | None) -> bool:
+    """Whether plain operands begin where the kernels can read them."""
+    if dt_bias is not None and dt_bias.data_ptr() % BIAS_BYTES:
+        return False
+    return not (q.data_ptr() | k.data_ptr() | v.data_ptr() | g.data_ptr()) % TMA_BYTES
+
+
 def _flat(parameter: Tensor | None) -> Tensor | None:
-    return None if parameter is None else parameter.detach().to(torch.float32).reshape(-1).contiguous()
+    """A_log or dt_bias in one dimension, in float32, where the scans can read it."""
+    if parameter is None:
+        return None
+    x = _packed(parameter.detach().to(torch.float32).reshape(-1))
+    return x.clone() if x.data_ptr() % BIAS_BYTES else x
+
+
+def _packed(x: Tensor) -> Tensor:
+    """A contiguous tensor whose strides say so in dimensions of one element too: launches compare them."""
+    x = x.contiguous()
+    return x if _is_packed(x) else x.as_strided(x.shape, _packed_strides(x.shape))
+
+
+def _is_packed(x: Tensor) -> bool:
+    return x.stride() == _packed_strides(x.shape)
+
+
+def _packed_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [1] * len(shape), 1
+    for i in range(len(shape) - 1, -1, -1):
+        strides[i], step = step, step * max(shape[i], 1)
+    return tuple(strides)
 
 
 def _upstream(do: Tensor, call: Call) -> Tensor:
