@@ -10,13 +10,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from over_ranks import BY_TOKEN, LAYOUTS, Problem, alone, context_of, on_rank
-from test_context_parallel import FAILURES, FORMS, TOLERANCE, compare, failing, with_decay_totals
+from test_context_parallel import (
+    FAILURES,
+    FORMS,
+    TOLERANCE,
+    absent,
+    compare,
+    failing,
+    order_of_work,
+    with_decay_totals,
+)
 from torch import Tensor
 
-from kernel_fun._common import device
+from kernel_fun._common import config, device
 from kernel_fun._common.context_parallel import Piece, Split
-from kernel_fun.kda import context_rows
+from kernel_fun.kda import chunk_kda, context_rows
 from kernel_fun.kda.summaries import apply, compose
+from kernel_fun.testing import make_inputs
 from ranks import Ranks
 
 T = 1536
@@ -98,6 +108,22 @@ def test_every_row_is_scanned_and_no_more_are_summarised_than_others_need(ranks:
     assert last == expected(2, 2, 3)  # nobody needs what the last row does
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_no_rank_has_a_gather_in_flight_beside_work(rows: int, ranks: Ranks) -> None:
+    """A gather that waits for another rank holds SMs, which kernels of as many CTAs as SMs miss for a whole wave."""
+    first, second, third, last = (done for done, _ in ranks.run(4, order_of_work, Problem((0, T), rows=rows)))
+    summaries = ["state", "state"]
+    forward, backward = ["send", "arrive", "state", "confirm"], ["send", "arrive", "state"]
+    scan = ["reverse", "grads", "confirm"]
+    if rows == 3:
+        whole = ["intra", *summaries, *forward, "reverse", *backward, *scan]
+        assert first == second == third == last == whole
+    else:
+        assert first == ["intra", *summaries[:1], *forward, *backward, *scan]
+        assert second == third == ["intra", *summaries, *forward, "reverse", *backward, *scan]
+        assert last == ["intra", *forward, "reverse", *backward, *scan[1:]]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_chunk_keeps_its_decay(layout: str, ranks: Ranks) -> None:
     p = Problem((0, T), layout, rows=3)
@@ -176,6 +202,22 @@ def test_the_problem_of_these_tests_has_a_memory() -> None:
     assert (o - apart).abs().max() > 1e-3
 
 
+@pytest.mark.gpu
+@pytest.mark.sm90
+@pytest.mark.skipif(absent, reason="needs a Hopper GPU")
+def test_a_kernel_reads_values_that_all_rows_and_heads_share() -> None:
+    """As the zeros are behind which M is scanned, here with values that show."""
+    x = make_inputs(
+        "init_slow", B=3, T=256, H=4, K=128, dtype=torch.bfloat16, initial_state=True, output_final_state=True,
+        device="cuda",
+    )  # fmt: skip
+    x["v"] = x["v"][:1, :, :1].clone().expand_as(x["v"])
+    with torch.inference_mode(), config.KDA_BACKEND.set("sm90"):
+        shared, apart = chunk_kda(**x), chunk_kda(**{**x, "v": x["v"].contiguous()})
+    assert all(torch.equal(found, want) for found, want in zip(shared, apart, strict=True))
+    assert shared[1][0].abs().max() > 0.1
+
+
 def local(pieces: int, tokens: int, pre: int = 0, post: int = 1) -> Split:
     bounds = tuple(i * tokens for i in range(pieces + 1))
     return Split(None, 0, 2, bounds, tuple(Piece(i, i, i, pre, post) for i in range(pieces)), False, 0)
@@ -218,15 +260,17 @@ def test_a_cpu_is_full_with_one() -> None:
     assert context_rows.count(call, local(1, 1 << 20)) == 1
 
 
+@pytest.mark.parametrize("backwards", [False, True])
 @pytest.mark.parametrize("through", [True, False])
-def test_composed_summaries_do_what_the_runs_do_one_after_another(through: bool) -> None:
+def test_composed_summaries_do_what_the_runs_do_one_after_another(through: bool, backwards: bool) -> None:
     draw = torch.Generator().manual_seed(0)
     S_loc = torch.randn(4, 2, 3, 5, generator=draw)
     M = torch.randn(4, 2, 3, 3, generator=draw)
     start = torch.randn(2, 3, 5, generator=draw, dtype=torch.float64)
-    found = compose(S_loc, M if through else M[1:], through)
+    inner = slice(None, -1) if backwards else slice(1, None)
+    found = compose(S_loc, M if through else M[inner], through, backwards=backwards)
     found = apply(found, start if through else None, 5)
     S = start if through else torch.zeros_like(start)
-    for i in range(4):
+    for i in reversed(range(4)) if backwards else range(4):
         S = M[i].double() @ S + S_loc[i].double()
         torch.testing.assert_close(found[i], S)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from kernel_fun._common import device as devices
 from kernel_fun.kda import chunk_kda, sequence_split
 from kernel_fun.kda._kernels.eager import bwd_state as eager_bwd_state
 from kernel_fun.kda._kernels.eager import fwd_state as eager_fwd_state
-from kernel_fun.kda.call import Call
+from kernel_fun.kda._kernels.eager.fwd_intra import fwd_intra
+from kernel_fun.kda.call import Call, bind
 from kernel_fun.kda.reference import chunked
 from kernel_fun.kda.sequence_split import Backend, Cut, cut_of, fold, forced, segment_tables
 from kernel_fun.kda.stages import Intra, ReverseScan, Scan
@@ -128,11 +130,10 @@ def cutting(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[int]]:
         seen.append(len(call.cu_seqlens) - 1 if call.cu_seqlens is not None else 0)
         return plain(call, intra, keep=keep, output=output)
 
-    def reverse(call: Call, intra: Intra, *given: Tensor | None) -> ReverseScan:
-        assert given[2] is not None
-        assert given[3] is not None
+    def reverse(call: Call, intra: Intra, *given: Tensor | None, only_dh0: bool = False) -> ReverseScan:
+        assert [x is None for x in given[2:]] == [only_dh0] * 2
         seen.append(len(call.cu_seqlens) - 1 if call.cu_seqlens is not None else 0)
-        return plain_reverse(call, intra, *given)
+        return plain_reverse(call, intra, *given, only_dh0=only_dh0)
 
     by = Backend(scan, reverse, segment_tables, fold)
 
@@ -142,11 +143,11 @@ def cutting(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[int]]:
             return plain(call, intra, keep=keep, output=output)
         return sequence_split.scan(call, intra, cut, by, keep=keep, output=output)
 
-    def bwd_state(call: Call, intra: Intra, *given: Tensor | None) -> ReverseScan:
+    def bwd_state(call: Call, intra: Intra, *given: Tensor | None, only_dh0: bool = False) -> ReverseScan:
         cut = sequence_split.cut_for(call, 132)
         if cut is None or not sequence_split.has_long(call, cut):
-            return plain_reverse(call, intra, *given)
-        return sequence_split.reverse(call, intra, cut, by, *given)
+            return plain_reverse(call, intra, *given, only_dh0=only_dh0)
+        return sequence_split.reverse(call, intra, cut, by, *given, only_dh0=only_dh0)
 
     monkeypatch.setattr(eager_fwd_state, "fwd_state", fwd_state)
     monkeypatch.setattr(eager_bwd_state, "bwd_state", bwd_state)
@@ -205,6 +206,28 @@ def test_cut_is_uncut(fields: dict[str, Any], keep: bool, cutting: Callable[[], 
             with forced(None):
                 want_some = run(chunk_kda, x, **some)
             assert_equal(want_some, run(chunk_kda, x, **some))
+
+
+@pytest.mark.parametrize(
+    "fields", [dict(T=300, B=2), dict(seqlens=(5, 300, 0, 129), state_v_first=True)], ids=str
+)
+def test_a_reverse_summary_is_cut(fields: dict[str, Any], cutting: Callable[[], list[int]]) -> None:
+    x = make_inputs(**SMALL, **STATES, **fields)
+    bound = signature(chunk_kda).bind(**x)
+    bound.apply_defaults()
+    call = bind(bound.arguments)
+    intra, up = fwd_intra(call), make_upstream(x)
+    with forced(None):
+        want = eager_bwd_state.bwd_state(call, intra, up["do"], up["dht"], None, None).dh0
+    assert want is not None
+    assert cutting() == []
+    with forced(SHORT):
+        for some in (call, call.like(notes=call.notes.of(None), initial_state=None)):
+            found = eager_bwd_state.bwd_state(some, intra, up["do"], up["dht"], None, None, only_dh0=True)
+            assert found[:2] == found[3:] == (None, None)
+            assert found.dh0 is not None
+            assert (found.dh0 - want).abs().max() < 1e-12
+            assert len(cutting()) == 3  # M, dS_loc, all segments
 
 
 def test_a_dense_batch_of_spaced_rows_is_cut(cutting: Callable[[], list[int]]) -> None:
@@ -355,6 +378,7 @@ def test_a_long_call_of_few_heads_is_cut(fields: dict[str, Any], launched: list[
         before = len(launched)
         o.backward(o)
         assert [name for name, *_ in launched[before:]] == BACKWARD
+        assert [c.want_dh for name, c, _ in launched if name == "bwd_state"] == [False, True]
         assert not any(getattr(c, f, False) for _, c, _ in launched for f in ("overlapped", "leads"))
         B = fields.get("B", 1)
         rows = {

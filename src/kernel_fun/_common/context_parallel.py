@@ -418,7 +418,18 @@ def local_boundaries(context: Any, device: torch.device) -> tuple[Tensor, Tensor
     """Boundaries of the local sequences, on a device and on the CPU."""
     on_cpu = getattr(context, "cu_seqlens_cpu", None)
     cu = context.cu_seqlens
-    return cu.to(device), cu.cpu() if on_cpu is None else on_cpu
+    if cu.device.type == "cpu" and device.type == "cuda" and not _captures():
+        given = cu.pin_memory().to(device, non_blocking=True)  # the host need not wait for what is under way
+    else:
+        given = cu.to(device)
+    return given, cu.cpu() if on_cpu is None else on_cpu
+
+
+def _captures() -> bool:
+    """Whether a CUDA graph is being captured, which would copy from the host's memory at each replay."""
+    import torch
+
+    return torch.cuda.is_current_stream_capturing()
 
 
 def _boundary_tensor(name: str, cu: Tensor) -> None:

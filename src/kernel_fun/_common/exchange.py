@@ -262,7 +262,6 @@ class Exchange:
         return ""
 
     def _start(self, status: int, text: int = 0) -> None:
-        import torch
         import torch.distributed as dist
 
         assert self._mine is not None
@@ -270,7 +269,7 @@ class Exchange:
         words = status, text, what, self._split.fingerprint, past.unheard, self._of
         digests = [_digest(item) for item in self._agreed.items()]
         header = struct.pack(LAYOUT, *words, *digests, *[0] * (ITEMS - len(digests)))
-        self._mine[:HEADER].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+        self._mine[:HEADER].copy_(_pinned(bytearray(header), self._mine), non_blocking=True)
         if self._split.ranks > 1:
             library: Any = dist  # the collective has its new name since torch 2.13
             gather = getattr(library, "all_gather_single", None) or library.all_gather_into_tensor
@@ -299,8 +298,9 @@ def _stops() -> tuple[type[BaseException], ...]:
 
 
 @contextlib.contextmanager
-def failing(context: Any, exchange: Callable[[Split], Exchange | Silence]) -> Generator[None]:
+def failing(context: Any, exchange: Callable[[Split], Exchange | Silence]) -> Generator[Split | None]:
     """Around what comes before an operation's exchange: an exception in it reaches every rank of the group.
+    Gives the context as it is read.
 
     ``exchange`` makes the one that the other ranks wait in. Where the arguments do not tell its size it makes
     none: a message of another size would do them more harm than silence. A mistake in the context itself,
@@ -309,7 +309,7 @@ def failing(context: Any, exchange: Callable[[Split], Exchange | Silence]) -> Ge
     split = None
     try:
         split = None if context is None else context_parallel.read(context)
-        yield
+        yield split
     except BaseException as error:
         if split is not None:
             group, read = split.group, split
@@ -390,6 +390,14 @@ def _carrier(split: Split, device: torch.device) -> torch.device:
     if backend == "nccl" and device.type != "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+def _pinned(data: bytearray, like: Tensor) -> Tensor:
+    """Bytes in the host's memory; the host need not wait for a copy to where ``like`` lies."""
+    import torch
+
+    found = torch.frombuffer(data, dtype=torch.uint8)
+    return found.pin_memory() if like.is_cuda else found
 
 
 def _on_host(x: Tensor) -> Callable[[], Tensor]:

@@ -57,8 +57,9 @@ if TYPE_CHECKING:
 FORWARD, BACKWARD = "chunk_kda forward", "chunk_kda backward"
 
 
-def failing_together(arguments: dict[str, Any]) -> AbstractContextManager[None]:
-    """Around what a rank checks before its forward: its exception reaches every rank of the cp group."""
+def failing_together(arguments: dict[str, Any]) -> AbstractContextManager[Split | None]:
+    """Around what a rank checks before its forward: its exception reaches every rank of the cp group. Gives
+    the context as it is read."""
 
     def exchange(split: Split) -> Exchange | Silence:
         kwargs = arguments["kwargs"]
@@ -294,16 +295,14 @@ def _gradient(
     bwd_state: BwdState,
 ) -> Tensor:
     """dS_loc ``[HV, K, V]``: gradient of the state before a piece's first sequence, 0 coming from later."""
-    HV, K, V = sizes(call)
     n = piece.first
     lo, hi = split.rows(n)
     rows = _rows(call, split, range(n, n + 1))
     ends_here = not piece.passes_through and dht is not None
     own = k_first(dht[n : n + 1], call) if ends_here and dht is not None else None
-    do, start = do[:, lo:hi], zeros(call, (1, HV, K, V))
-    rows = rows.like(notes=rows.notes.of(do, own), initial_state=start)
-    states = unread(rows, _chunks(split, n, rows.BT))
-    scan = bwd_state(rows, _rows_of(intra, split, n, rows.BT), do, own, *states)
+    do = do[:, lo:hi]
+    rows = rows.like(notes=rows.notes.of(do, own))
+    scan = bwd_state(rows, _rows_of(intra, split, n, rows.BT), do, own, None, None, only_dh0=True)
     assert scan.dh0 is not None
     return scan.dh0[0]
 

@@ -6,6 +6,9 @@ tokens are read as a dense batch of equal rows, those of a piece one after anoth
 are summarised, composed to what the piece sends, and scanned from starts that follow from what came from
 the ranks before. The backward is the mirror image. A piece in one row needs no more than the exchange does.
 
+Every rank sends when its summaries are done, and does nothing until those of all ranks have come: a gather
+that waits holds SMs, and a kernel with about as many CTAs as there are SMs takes up to twice as long without.
+
 What is exchanged does not tell how many rows there were: the other ranks may do as they like.
 """
 
@@ -72,17 +75,13 @@ def forward(call: Call, plan: Plan, split: Split, exchange: Exchange) -> tuple[c
     fwd_intra = cast(FwdIntra, plan.load("fwd_intra"))
     fwd_state = cast(FwdState, plan.load("fwd_state"))
     rows = part(call, lambda x: _cut(x, S * len(split.pieces)))
-    gives = bool(split.ended_elsewhere())
-    if not gives:
-        exchange.send(_message(call, split, {}))
     intra = fwd_intra(rows)
     chain._settle(call)
     own = _own(call.initial_state, call, split.begun_elsewhere())
     composed, transitions = _summaries(split, S, rows, intra, own, fwd_state)
     chain._settle(call)
-    if gives:
-        given = {i: composed[i][-1] for i, piece in enumerate(split.pieces) if piece.post}
-        exchange.send(_message(call, split, given))
+    given = {i: composed[i][-1] for i, piece in enumerate(split.pieces) if piece.post}
+    exchange.send(_message(call, split, given))
     gathered = exchange.arrive()
     states = _states(call, split, S, own, _before(gathered, split, call), composed)
     states = None if states is None else states.flatten(0, 1)
@@ -120,8 +119,6 @@ def backward(
     gives = bool(split.begun_elsewhere())
     composed: dict[int, Tensor] = {}
     scan: ReverseScan | None = None
-    if not gives:
-        exchange.send(_message(call, split, {}))
     if gives and S == 1 and not split.ended_elsewhere():
         # the ordinary reverse scan waits for nobody, and is the summary
         scan = _reverse(whole, intra, do, own, bwd_state)
@@ -130,19 +127,18 @@ def backward(
     else:
         composed = _reverse_summaries(split, S, rows, intra, carried.transitions, do, own, bwd_state)
     chain._settle(call)
-    if gives:
-        given = {i: composed[i][-1] for i, piece in enumerate(split.pieces) if piece.pre}
-        exchange.send(_message(call, split, given))
+    given = {i: composed[i][0] for i, piece in enumerate(split.pieces) if piece.pre}
+    exchange.send(_message(call, split, given))
+    gathered = exchange.arrive()
     h, v_new = kept
     if h is None or v_new is None:
         states = cast(FwdState, plan.load("fwd_state"))(whole, intra, keep=True, output=False)
         h, v_new = states.h, states.v_new
         assert h is not None
         assert v_new is not None
-    gathered = exchange.arrive()
     if scan is None:
-        ends = _states(call, split, S, own, _after(gathered, split, call), composed)
-        ends = None if ends is None else ends.flip(1).flatten(0, 1)
+        ends = _states(call, split, S, own, _after(gathered, split, call), composed, backwards=True)
+        ends = None if ends is None else ends.flatten(0, 1)
         scan = _reverse(whole, intra, do, ends, bwd_state)
     grads = chain.gradients(whole, plan, intra, scan._replace(h=h, v_new=v_new), do)
     exchange.confirm()
@@ -157,8 +153,8 @@ def backward(
 def _summaries(
     split: Split, S: int, rows: Call, intra: Intra, own: Tensor | None, fwd_state: FwdState
 ) -> tuple[dict[int, Tensor], Tensor | None]:
-    """Of each piece the summaries of its first row, its first two and so on, as far as anyone needs them; and
-    M of the rows of :func:`_with_transition`. The first row of a sequence begins with the caller's state."""
+    """Of each piece the summaries of each row with all before it, as far as anyone needs them; and M of the
+    rows of :func:`_with_transition`. The first row of a sequence begins with the caller's state."""
     pieces = split.pieces
     wanted = _span(i for i in range(S * len(pieces)) if i % S < S - 1 or pieces[i // S].post)
     if not wanted:
@@ -173,7 +169,8 @@ def _summaries(
     if mapped:
         few, their = _some(rows, intra, mapped)
         HV, K, _ = sizes(few)
-        nothing = few.v.new_zeros(*few.v.shape[:3], K)
+        B, T = few.v.shape[:2]
+        nothing = few.v.new_zeros(1, T, 1, K).expand(B, T, HV, K)
         few = few.like(notes=few.notes, v=nothing)
         identity = torch.eye(K, dtype=local.dtype, device=local.device).expand(len(mapped), HV, K, K)
         M = final_states(few, their, identity.contiguous(), fwd_state)
@@ -195,7 +192,7 @@ def _reverse_summaries(
     own: Tensor | None,
     bwd_state: BwdState,
 ) -> dict[int, Tensor]:
-    """Of each piece the summaries, for the gradient, of its last row, its last two and so on."""
+    """Of each piece the summaries, for the gradient, of each row with all after it, as :func:`_summaries`."""
     pieces = split.pieces
     wanted = _span(i for i in range(S * len(pieces)) if i % S or pieces[i // S].pre)
     if not wanted:
@@ -207,8 +204,8 @@ def _reverse_summaries(
         end = end.flatten(0, 1)[wanted.start : wanted.stop]
     few, their = _some(rows, intra, wanted)
     do = do[wanted.start : wanted.stop]
-    few = few.like(notes=few.notes, initial_state=zeros(few, (len(wanted), *sizes(few))))
-    local = _reverse(few, their, do, end, bwd_state).dh0
+    few = few.like(notes=few.notes.of(do, end))
+    local = bwd_state(few, their, do, end, None, None, only_dh0=True).dh0
     assert local is not None
     mapped = _with_transition(split, S)
     M = None if M is None else M.mT
@@ -217,8 +214,7 @@ def _reverse_summaries(
         through, at = piece.post > 0, range(i * S if piece.pre else i * S + 1, (i + 1) * S)
         if at:
             mine = _of(M, mapped, at if through else at[:-1])
-            mine = None if mine is None else mine.flip(0)
-            found[i] = compose(_rows(local, wanted, at).flip(0), mine, through)
+            found[i] = compose(_rows(local, wanted, at), mine, through, backwards=True)
     return found
 
 
@@ -234,20 +230,29 @@ def _with_transition(split: Split, S: int) -> range:
 
 
 def _states(
-    call: Call, split: Split, S: int, own: Tensor | None, came: dict[int, Tensor], composed: dict[int, Tensor]
+    call: Call,
+    split: Split,
+    S: int,
+    own: Tensor | None,
+    came: dict[int, Tensor],
+    composed: dict[int, Tensor],
+    *,
+    backwards: bool = False,
 ) -> Tensor | None:
-    """States ``[pieces, S, HV, K, V]`` before the rows, each piece's in the order that its summaries were
-    composed in; None where all are 0. Before the first stands what came from other ranks, or the caller's."""
+    """States ``[pieces, S, HV, K, V]`` before the rows, or ``backwards`` after them; None where all are 0.
+    Beyond the outermost row of a piece is what came from other ranks, or the caller's."""
     if own is None and not came and S == 1:
         return None
     found = zeros(call, (len(split.pieces), S, *sizes(call)))
+    outermost, inner = (S - 1, slice(0, S - 1)) if backwards else (0, slice(1, S))
     if own is not None:
-        found[:, 0] = own
+        found[:, outermost] = own
     for i, state in came.items():
-        found[i, 0] = state
+        found[i, outermost] = state
     if S > 1:
         for i, summaries in composed.items():
-            found[i, 1:] = apply(summaries[: S - 1], came.get(i), call.v.shape[3])
+            beside = summaries[1 - S :] if backwards else summaries[: S - 1]
+            found[i, inner] = apply(beside, came.get(i), call.v.shape[3])
     return found
 
 
@@ -304,7 +309,7 @@ def _some(rows: Call, intra: Intra, wanted: range) -> tuple[Call, Intra]:
 
 def _cut(x: Tensor, n: int) -> Tensor:
     """``[1, tokens, ...]`` as rows ``[n, tokens / n, ...]``: the same memory."""
-    return x if n == 1 else x.unflatten(1, (n, x.shape[1] // n))[0]
+    return x if n == 1 else x.view(n, x.shape[1] // n, *x.shape[2:])
 
 
 def _joined(x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from kernel_fun._common.context_parallel import Split
     from kernel_fun._common.plan import Plan
     from kernel_fun.kda.call import Call
     from kernel_fun.kda.stages import Again
@@ -23,16 +24,14 @@ KNOWN: Known[tuple[Call, Plan]] = Known(config.KDA_POLICY)
 _PARAMETERS = frozenset({"A_log", "dt_bias"})
 
 
-def signature(a: dict[str, Any]) -> Hashable | None:
+def signature(a: dict[str, Any], split: Split | None = None) -> Hashable | None:
     """The signature of a call's arguments, or None if it is to be bound anew: where ``cu_seqlens`` lies on
-    the host, and with keywords beyond A_log and dt_bias.
-
-    Raises ContractError or ContractTypeError for a mistake in a context.
+    the host, with keywords beyond A_log and dt_bias, and with a context that is read as None. ``split``: its
+    context as it is read.
     """
     kwargs, cu, context = a["kwargs"], a["cu_seqlens"], a["cp_context"]
     place = None
     if context is not None:
-        split = context_parallel.read(context)
         if split is None:
             return None
         cu, place = context.cu_seqlens, split.place
@@ -71,7 +70,9 @@ def again(signature: Hashable | None, a: dict[str, Any]) -> tuple[Tensor, Tensor
     return None if done is None else done[:2]
 
 
-def recall(signature: Hashable | None, a: dict[str, Any]) -> tuple[Call, Plan] | None:
+def recall(
+    signature: Hashable | None, a: dict[str, Any], split: Split | None = None
+) -> tuple[Call, Plan] | None:
     """The bound call and the plan of a signature seen before, with the tensors of this call.
 
     Raises ContractError where boundaries on the host, which are values and no part of a signature, are none.
@@ -80,9 +81,8 @@ def recall(signature: Hashable | None, a: dict[str, Any]) -> tuple[Call, Plan] |
     if found is None:
         return None
     call, plan = found
-    context, cu, cu_cpu, split = a["cp_context"], a["cu_seqlens"], a["cu_seqlens_cpu"], None
+    context, cu, cu_cpu = a["cp_context"], a["cu_seqlens"], a["cu_seqlens_cpu"]
     if context is not None:
-        split = context_parallel.read(context)
         cu, cu_cpu = context_parallel.local_boundaries(context, a["q"].device)
     elif cu_cpu is not None:
         check.boundaries("cu_seqlens", cu_cpu.tolist(), a["q"].shape[1])

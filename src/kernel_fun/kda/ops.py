@@ -147,9 +147,9 @@ def chunk_kda(
 
 def _bound_together(arguments: dict[str, Any]) -> tuple[Call, Plan]:
     """As every rank of a group binds its call; what one raises here reaches all."""
-    with context_parallel.failing_together(arguments):
-        signature = known.signature(arguments)
-        return known.recall(signature, arguments) or _planned(signature, arguments)
+    with context_parallel.failing_together(arguments) as split:
+        signature = known.signature(arguments, split)
+        return known.recall(signature, arguments, split) or _planned(signature, arguments)
 
 
 def _planned(signature: Hashable | None, arguments: dict[str, Any]) -> tuple[Call, Plan]:

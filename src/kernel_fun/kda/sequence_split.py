@@ -247,7 +247,7 @@ class Backend(NamedTuple):
     scan: FwdState
     """Of a packing, uncut."""
     reverse: BwdState
-    """Of a packing, uncut, with h and v_new given."""
+    """Of a packing, uncut, with h and v_new given, or dh0 alone."""
     tables: Callable[[Tensor, int, Cut], Segments]
     """As :func:`segment_tables`."""
     fold: Callable[[Tensor, Segments, Tensor | None, Tensor | None, bool], Tensor]
@@ -280,27 +280,31 @@ def reverse(
     dht: Tensor | None,
     h: Tensor | None,
     v_new: Tensor | None,
+    *,
+    only_dh0: bool = False,
 ) -> ReverseScan:
     """bwd_state of a call whose long sequences are cut."""
     flat = _flat(call, intra, cut, by)
     segments, v_first = flat.segments, call.state_v_first
     do = None if do is None else _row(do)
     summaries = _summaries(flat, by)
-    if h is None or v_new is None:
+    if only_dh0:
+        h = v_new = None
+    elif h is None or v_new is None:
         starts = by.fold(summaries, segments, call.initial_state, None, v_first)
         rescan = by.scan(_main(flat, starts), flat.intra, keep=True, output=False)
         h, v_new = rescan.h, rescan.v_new
         assert h is not None
         assert v_new is not None
         del starts, rescan
-    ends = by.fold(summaries, segments, dht, _local(flat, by, do, dht, summaries, h), v_first)
+    ends = by.fold(summaries, segments, dht, _local(flat, by, do, dht), v_first)
     main = _main(
         flat, None if call.initial_state is None else ends
     )  # it says no more than that dh0 is wanted
-    found = by.reverse(main, flat.intra, do, ends, h, _row(v_new))
+    rows = None if v_new is None else _row(v_new)
+    found = by.reverse(main, flat.intra, do, ends, h, rows, only_dh0=only_dh0)
     dh0 = None if found.dh0 is None else found.dh0.index_select(0, segments.first[:-1])
-    shape = call.v.shape
-    return ReverseScan(found.dh, found.dv2.view(shape), dh0, h, v_new.view(shape))
+    return ReverseScan(found.dh, _shaped(found.dv2, call), dh0, h, _shaped(v_new, call))
 
 
 def _flat(call: Call, intra: Intra, cut: Cut, by: Backend) -> Flat:
@@ -371,20 +375,16 @@ def _summaries(flat: Flat, by: Backend) -> Tensor:
     return found.ht
 
 
-def _local(
-    flat: Flat, by: Backend, do: Tensor | None, dht: Tensor | None, stand_in: Tensor, h: Tensor
-) -> Tensor:
+def _local(flat: Flat, by: Backend, do: Tensor | None, dht: Tensor | None) -> Tensor:
     """dS_loc ``[2 D - 1, HV, K, V]``, in the layout of dht, of each entry; that of a sequence's last segment
-    begins with dht. ``stand_in``: any tensor, which says that the gradient of an initial state is wanted."""
+    begins with dht."""
     segments = flat.segments
     ends = None
     if dht is not None:
         ends = dht.new_zeros((segments.entries + 1, *dht.shape[1:]))  # the last one is read by nobody
         ends = ends.index_copy_(0, segments.end.long(), dht)[:-1]
-    rows = _packed(flat, segments.back, segments.back_chunks, stand_in)
-    one = h.new_empty(1)
-    unread = one.expand(h.shape), one.expand(flat.call.v.shape)
-    found = by.reverse(rows, flat.intra, do, ends, *unread)
+    rows = _packed(flat, segments.back, segments.back_chunks, None)
+    found = by.reverse(rows, flat.intra, do, ends, None, None, only_dh0=True)
     assert found.dh0 is not None
     return found.dh0
 

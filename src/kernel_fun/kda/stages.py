@@ -52,16 +52,16 @@ class Scan(NamedTuple):
 
 
 class ReverseScan(NamedTuple):
-    """The backward recurrence over chunks."""
+    """The backward recurrence over chunks. With ``only_dh0`` all but dh0 is None."""
 
-    dh: Tensor
+    dh: Tensor | None
     """Gradient of the state at the end of each chunk, ``[NT, HV, K, V]``."""
-    dv2: Tensor
+    dv2: Tensor | None
     """Gradient of v_new, ``[B, T, HV, V]``."""
     dh0: Tensor | None
-    """Gradient of the initial state, fp32, in its layout; None without one."""
-    h: Tensor
-    v_new: Tensor
+    """Gradient of the initial state, fp32, in its layout; None without one and without ``only_dh0``."""
+    h: Tensor | None
+    v_new: Tensor | None
 
 
 class Grads(NamedTuple):
@@ -102,8 +102,12 @@ class BwdState(Protocol):
         dht: Tensor | None,
         h: Tensor | None,
         v_new: Tensor | None,
+        *,
+        only_dh0: bool = False,
     ) -> ReverseScan:
-        """``h`` and ``v_new`` None: not kept by the forward, rebuilt here. Else they are only handed on."""
+        """``h`` and ``v_new`` None: not kept by the forward, rebuilt here. Else they are only handed on.
+        ``only_dh0``: a summary, the gradient of the state before the first token and nothing else, with an
+        initial state or without one; ``h`` and ``v_new`` are neither read nor rebuilt."""
         ...
 
 

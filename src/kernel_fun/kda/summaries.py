@@ -6,6 +6,7 @@ Folds are in float64, where no setting of the process narrows a product, and cos
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -44,25 +45,25 @@ def fold(gathered: Tensor, split: Split, slots: range, V: int) -> Tensor:
     return S
 
 
-def compose(local: Tensor, M: Tensor | None, through: bool) -> Tensor:
-    """Summaries of the first run, of the first two, and so on, in float64, of runs with S_loc
-    ``[runs, HV, K, V]`` and M ``[runs, HV, K, K]``: ``[runs, HV, K, V + K]``.
+def compose(local: Tensor, M: Tensor | None, through: bool, *, backwards: bool = False) -> Tensor:
+    """Summaries of each run with all before it, in float64, of runs with S_loc ``[runs, HV, K, V]`` and M
+    ``[runs, HV, K, K]``: ``[runs, HV, K, V + K]``. ``backwards``: with all after it, M transposed.
 
-    Without ``through`` the first S_loc begins at what was before all of them, and there is no M of them:
-    ``[runs, HV, K, V]``, from an M of all runs but the first, ``[runs - 1, HV, K, K]``.
+    Without ``through`` the outermost S_loc begins at what was beyond all of them, and there is no M of them:
+    ``[runs, HV, K, V]``, from an M of all runs but the outermost, ``[runs - 1, HV, K, K]``.
     """
-    local = local.double()
+    runs, V = local.shape[0], local.shape[-1]
+    K = M.shape[-1] if through and M is not None else 0
+    found = local.new_zeros(*local.shape[:-1], V + K, dtype=torch.float64)
+    found[..., :V] = local
     if M is None:
-        return local
-    V, K = local.shape[-1], M.shape[-1]
-    M = M.double()
-    found = local.new_empty(*local.shape[:-1], V + through * K)
-    found[0, ..., :V] = local[0]
+        return found
+    wide = M.double()
+    order = range(runs - 1, -1, -1) if backwards else range(runs)
     if through:
-        found[0, ..., V:] = M[0]
-    for i in range(1, len(local)):
-        torch.matmul(M[i if through else i - 1], found[i - 1], out=found[i])
-        found[i, ..., :V] += local[i]
+        found[order[0], ..., V:] = wide[order[0]]
+    for inner, i in pairwise(order):
+        found[i].baddbmm_(wide[i if through or backwards else i - 1], found[inner])
     return found
 
 

@@ -10,6 +10,12 @@ import pytest
 
 def waits(content: bytes, folder: Path) -> list[int]:
     """How many groups of products each wait leaves in flight, in program order."""
+    found = re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x\d+)", disassembled(content, folder))
+    return [int(n, 16) for n in found]
+
+
+def disassembled(content: bytes, folder: Path) -> str:
+    """The machine code of a kernel as text."""
     from kernel_fun._cute import inspect
 
     tool = shutil.which("nvdisasm")
@@ -19,5 +25,6 @@ def waits(content: bytes, folder: Path) -> list[int]:
     if not Path(tool).exists():
         pytest.skip("no nvdisasm")
     (folder / "kernel.cubin").write_bytes(next(inspect._cuda_elfs(content)))
-    sass = subprocess.run([tool, "-c", folder / "kernel.cubin"], capture_output=True, text=True, check=True)
-    return [int(n, 16) for n in re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x\d+)", sass.stdout)]
+    return subprocess.run(
+        [tool, "-c", folder / "kernel.cubin"], capture_output=True, text=True, check=True
+    ).stdout

@@ -4,6 +4,7 @@ device, what it computes."""
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import warp_model
 
 pytest.importorskip("cutlass")
 
+from kernel_fun._common import cache
 from kernel_fun._common import device as devices
 from kernel_fun._cute import decay, inspect, sweep, warp
 from kernel_fun._cute.tile import SMEM_BYTES
@@ -20,11 +22,20 @@ from kernel_fun._cute.varlen import chunk_table
 from kernel_fun.kda._kernels.eager import bwd_grads as eager
 from kernel_fun.kda._kernels.eager.decay import whole
 from kernel_fun.kda._kernels.sm90 import bwd_grads as kernel
-from kernel_fun.kda._kernels.sm90 import bwd_grads_phases as phases
+from kernel_fun.kda._kernels.sm90 import (
+    bwd_grads_chunk,
+    bwd_grads_config,
+    bwd_grads_finish,
+    bwd_grads_gate,
+    bwd_grads_sweeps,
+    bwd_grads_thread,
+)
 from kernel_fun.kda._kernels.sm90 import bwd_grads_reduce as reduce
 from kernel_fun.testing import poisoned_empty
 
-T, C = kernel.BT, kernel.CHANNELS
+PHASES = (bwd_grads_thread, bwd_grads_gate, bwd_grads_chunk, bwd_grads_sweeps, bwd_grads_finish)
+"""What runs on a modelled warp."""
+T, C, HALF_BYTES = kernel.BT, kernel.CHANNELS, bwd_grads_config.HALF_BYTES
 AT = dict(
     q=0, k=16384, g=32768, X=49152, Y=81920, A=94208, beta=90112, q_factor=90368, b_factor=90624, k_factor=90880,
     diagonal=91136, base=91392, seen=91904, dvb_v=92416,
@@ -120,7 +131,7 @@ def run(chunk: Chunk, monkeypatch) -> dict[str, np.ndarray]:
     """The gate and phases C and D of the kernel on eight modelled warps."""
     c = config(gate=chunk.gate, has_A_log=chunk.gate != "log", has_dt_bias=chunk.gate != "log")
     machine = warp_model.Machine()
-    warp_model.install(monkeypatch, machine, warp, sweep, decay, phases)
+    warp_model.install(monkeypatch, machine, warp, sweep, decay, *PHASES)
     for name in ("q", "k", "g"):
         machine.put_tile(AT[name], getattr(chunk, name))
     for name, x in (
@@ -145,10 +156,10 @@ def run(chunk: Chunk, monkeypatch) -> dict[str, np.ndarray]:
         warps.append((self, t, ch, bias))
     factors = [(self.factors(), self.between()) for self, *_ in warps]
     B = [self.betas(x, s, t) for (self, *_), (x, (s, _, t)) in zip(warps, factors, strict=True)]
-    out = {"kE": machine.get_tile(AT["X"] + 2 * kernel.HALF_BYTES, T, C)}
+    out = {"kE": machine.get_tile(AT["X"] + 2 * HALF_BYTES, T, C)}
     machine.put_tile(AT["X"], chunk.dAqk)
-    machine.put_tile(AT["X"] + 3 * kernel.HALF_BYTES, chunk.dAqk - warp_model.rounded(chunk.dAqk))
-    machine.put_tile(AT["X"] + kernel.HALF_BYTES, chunk.dAkk)
+    machine.put_tile(AT["X"] + 3 * HALF_BYTES, chunk.dAqk - warp_model.rounded(chunk.dAqk))
+    machine.put_tile(AT["X"] + HALF_BYTES, chunk.dAkk)
     results = []
     for (self, t, ch, _), (x, between), b in zip(warps, factors, B, strict=True):
         QB = [[*q, *k] for q, k in zip(self.queries(x), b, strict=True)]
@@ -213,6 +224,13 @@ def test_no_gradient_where_the_decay_is_zero(monkeypatch):
     assert dead.sum() > 100
     assert not got[dead].any()
     assert np.isfinite(got).all()
+
+
+def test_the_digest_covers_every_file_of_the_kernel():
+    package = Path(kernel.__file__).parent
+    files = {f"{kernel.__package__}.{path.stem}" for path in package.glob("bwd_grads*.py")}
+    assert files
+    assert files <= set(cache.sources(kernel.__name__))
 
 
 def test_compiles_within_its_resources(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from chunk_decays import around
-from products import waits
+from products import disassembled, waits
 
 pytest.importorskip("cutlass")
 
@@ -30,6 +30,7 @@ FULL = Config(
     io="bfloat16", g="bfloat16", beta="bfloat16", K=128, BV=128, gate="softplus", beta_mode="sigmoid",
     l2norm=True, has_dht=True, want_dh0=True,
 )  # fmt: skip
+SUMMARY = dataclasses.replace(FULL, want_dh=False)
 WIDE = dataclasses.replace(
     FULL, g="float32", beta="float32", gate="log", has_A_log=False, has_dt_bias=False, index="int64"
 )
@@ -42,7 +43,7 @@ def _cache(tmp_path_factory: pytest.TempPathFactory):
         yield
 
 
-@pytest.mark.parametrize("config", [FULL, WIDE], ids=["full", "wide-packed"])
+@pytest.mark.parametrize("config", [FULL, WIDE, SUMMARY], ids=["full", "wide-packed", "summary"])
 def test_compiles_within_its_resources(config: Config, monkeypatch, tmp_path):
     sizes = []
     storage = module.KdaBwdStateSm90.storage
@@ -61,6 +62,14 @@ def test_compiles_within_its_resources(config: Config, monkeypatch, tmp_path):
     assert sizes == [config.smem_bytes]
     # dv2 may be waited for twice, once a group; y leaves the product of do in flight; the last drains
     assert waits(content, tmp_path) == [0, 0, 1, 0]
+
+
+def test_a_summary_stores_and_stages_nothing_but_its_result(tmp_path):
+    """Bulk stores are of dh and dv2."""
+    assert SUMMARY.bytes_with(2) == FULL.bytes_with(2) - 2 * FULL.BV * module.BLOCK
+    stores = [disassembled(module._compile.object(c), tmp_path).count("UTMASTG") for c in (FULL, SUMMARY)]
+    assert stores[0] > 0
+    assert stores[1] == 0
 
 
 def test_every_config_fits_an_sm():
@@ -85,6 +94,11 @@ def test_every_config_fits_an_sm():
 def test_a_config_outside_the_box_is_refused(changes: dict[str, Any]):
     with pytest.raises(ValueError, match=f"`{next(iter(changes))}`"):
         dataclasses.replace(FULL, **changes)
+
+
+def test_a_config_that_wants_nothing_is_refused():
+    with pytest.raises(ValueError, match="`want_dh` and `want_dh0`"):
+        dataclasses.replace(SUMMARY, want_dh0=False)
 
 
 def arguments(B=1, T=70, H=1, HV=2, K=64, V=64, device="cpu", **changes: Any) -> dict[str, Any]:
@@ -182,6 +196,20 @@ def test_the_launcher_describes_the_call(v_first: bool, monkeypatch):
     assert dh0 is None
 
 
+@pytest.mark.parametrize("v_first", [False, True])
+def test_a_summary_allocates_nothing_but_its_result(v_first: bool, monkeypatch):
+    calls = []
+    monkeypatch.setattr(module, "_compile", lambda config: lambda *args: calls.append((config, args)))
+    dht = torch.zeros((1, 2, 192, 64) if v_first else (1, 2, 64, 192))
+    found = bwd_state(**arguments(V=192, state_v_first=v_first, want_dh=False, dht=dht))
+    ((config, args),) = calls
+    assert not config.want_dh
+    assert args[15:18] == found == (None, None, found[2])
+    assert found[2].shape == dht.shape
+    with pytest.raises(ValueError, match="`want_dh` and `want_dh0`"):
+        bwd_state(**arguments(want_dh=False, want_dh0=False))
+
+
 def on_hopper(test: Any) -> Any:
     """Marks of a test that needs the device."""
     absent = not torch.cuda.is_available() or devices.of(torch.device("cuda")).arch != "sm90"
@@ -235,9 +263,11 @@ def tile_of(BV: int | None) -> Generator[None]:
 
 def check(
     call: Call, *, has_do: bool = True, has_dht: bool = True, v_first: bool = False,
-    tiles: tuple[int | None, ...] = (None,),
+    tiles: tuple[int | None, ...] = (None,), alone: bool = False,
 ) -> None:  # fmt: skip
-    """Against the eager stage in fp64, on the same rounded A and Aqk; twice a V tile, over poisoned outputs."""
+    """Against the eager stage in fp64, on the same rounded A and Aqk; twice a V tile, over poisoned outputs.
+
+    ``alone``: dh0 of the form that gives nothing else has the same bits."""
     from kernel_fun.testing import poisoned_empty
 
     q, v = call.q, call.v
@@ -284,6 +314,8 @@ def check(
     for BV in tiles:
         with tile_of(BV), poisoned_empty():
             runs += [bwd_state(*arguments, **forms) for _ in range(2)]
+            if alone:
+                assert torch.equal(bwd_state(*arguments, **forms, want_dh=False)[2], runs[-1][2])
     (dh, dv2, dh0), *others = runs
     NT = want.dh.shape[0]
     for again in others:
@@ -327,6 +359,23 @@ def test_dtypes_and_sizes(io: torch.dtype, wide: bool, K: int, V: int):
 @on_hopper
 def test_forms(changes: dict[str, bool]):
     check(case("slow", 200), **changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, dict(has_do=False), dict(has_dht=False), dict(v_first=True), dict(tiles=(128, 64))],
+    ids=str,
+)
+@on_hopper
+def test_dh0_alone_has_the_same_bits(changes: dict[str, Any]):
+    check(case("slow", 200, B=2), alone=True, **changes)
+
+
+@pytest.mark.parametrize("K", [64, 128])
+@on_hopper
+def test_dh0_alone_of_a_packing_has_the_same_bits(K: int):
+    ends = list(itertools.accumulate([1, 0, 63, 64, 65, 0, 15, 92]))
+    check(case("-inf", ends[-1] + 9, K=K, wide=True, ends=ends), alone=True)
 
 
 @pytest.mark.parametrize("kind", ["softplus", "bounded", "-inf"])

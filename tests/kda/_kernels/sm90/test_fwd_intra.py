@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from chunk_decays import around
@@ -16,6 +18,7 @@ from kernel_fun._common import device as devices
 from kernel_fun._cute import inspect, tile
 from kernel_fun._cute.varlen import chunk_table
 from kernel_fun.kda._kernels.sm90 import fwd_intra as module
+from kernel_fun.kda._kernels.sm90 import fwd_intra_scores as scores
 from kernel_fun.kda._kernels.sm90.fwd_intra import Config, fwd_intra
 
 FULL = Config(
@@ -32,6 +35,7 @@ FULL = Config(
 )
 SHIPPED = [
     FULL,
+    dataclasses.replace(FULL, gate="bounded"),
     dataclasses.replace(FULL, io="float16", g="float16", K=64, gate="bounded", packed=True),
     dataclasses.replace(
         FULL, g="float32", beta="float32", gate="log", l2norm=False, has_A_log=False, has_dt_bias=False
@@ -197,6 +201,41 @@ def test_without_l2norm_there_are_no_norms(recorder: Recorder):
 
 
 # on the device
+
+
+@pytest.mark.parametrize("bound", [-5.0, -1e-30, 0.0])
+@pytest.mark.parametrize("A_log", [-100.0, -1.0, 0.0, 2.77, 20.0, 100.0])
+@pytest.mark.parametrize("bias", [None, -7.3, 0.0, 1e-3, 11.0])
+def test_bounded_decays(monkeypatch: pytest.MonkeyPatch, bound: float, A_log: float, bias: float | None):
+    """On numpy, as it is traced: the decay of a raw gate whose bias is off by no more than fp32 rounds it by."""
+    f32 = np.float32
+
+    def exp2(x: Any) -> Any:
+        y = np.exp2(f32(x))
+        return np.where(y < f32(2.0**-126), f32(0), y)
+
+    arch = SimpleNamespace(rcp_approx=lambda x: f32(1) / x)
+    for name, stand_in in dict(
+        exp2=exp2,
+        cut=lambda x, limit: np.clip(x, f32(-limit), f32(limit)),
+        cute=SimpleNamespace(arch=arch),
+        cutlass=SimpleNamespace(min=np.minimum),
+        Float32=f32,
+    ).items():
+        monkeypatch.setattr(scores, name, stand_in)
+    x = np.concatenate([np.linspace(-120, 120, 4001), -np.logspace(-6, 2, 200)]).astype(f32)
+    rate = f32(min(math.exp(A_log) * math.log2(math.e), 2.0**126))
+    gate = SimpleNamespace(kind="bounded", rate=-rate, bound=f32(bound * math.log2(math.e)))
+    with np.errstate(all="ignore"):
+        decay = scores.decays_of(gate, None if bias is None else [f32(bias)] * 2)[1]
+        a = np.asarray(decay(x), np.float64)
+        assert decay(f32(-np.inf)) == 1.0
+        assert np.isnan(decay(f32(np.nan)))
+        off = (abs(f32(bias or 0.0)) + np.abs(x)).astype(np.float64) * 2.0**-22
+        total = x.astype(np.float64) + float(f32(bias or 0.0))
+        high, low = (np.exp(bound / (1 + np.exp(-math.exp(A_log) * z))) for z in (total - off, total + off))
+    assert (a <= high * (1 + 1e-6)).all()
+    assert (a >= low * (1 - 1e-6)).all()
 
 
 def truth(x: dict[str, Any], sequences: list[tuple[int, int]]) -> dict[str, torch.Tensor]:

@@ -117,6 +117,28 @@ def test_inference_reaches_the_forward_kernels(case, launched):
     assert [name for name, _ in launched] == ["fwd_intra", "fwd_state"]
 
 
+@pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(f"{k}={v}" for k, v in c.items()) or "plain")
+def test_a_reverse_summary_is_one_launch(case, launched, monkeypatch):
+    """It spares the rescan of a backward that kept no states, and wants no initial state."""
+    found = []
+
+    def only_dh0(call, intra, do, dht, h, v_new):
+        del launched[:]
+        found.append(stages._reverse_scan(call, intra, do, dht, h, v_new, only_dh0=True))
+        raise StopIteration
+
+    monkeypatch.setattr(stages, "bwd_state", only_dh0)
+    o, _ = chunk_kda(**inputs(**case))
+    with pytest.raises(StopIteration):
+        o.float().sum().backward()
+    ((name, config),) = launched
+    assert (name, config.want_dh, config.want_dh0, config.overlapped) == ("bwd_state", False, True, False)
+    ((dh, dv2, dh0, h, v_new),) = found
+    assert (dh, dv2, h, v_new) == (None,) * 4
+    x = inputs(**{**case, "state": True})
+    assert (dh0.shape, dh0.dtype) == (x["initial_state"].shape, torch.float32)
+
+
 def test_kept_states_spare_the_rescan(launched):
     o, _ = chunk_kda(**inputs(), disable_recompute=True)
     o.sum().backward()

@@ -70,15 +70,15 @@ def bwd_grads(call: Call, intra: Intra, scan: ReverseScan, do: Tensor | None) ->
     """See :class:`kernel_fun.kda.stages.BwdGrads`."""
     lay, dtype = layout(call), compute_dtype(call)
     (H, K), (HV, V) = call.q.shape[2:], call.v.shape[2:]
-    gated = call.gate != "log"
+    gated, new = call.gate != "log", call.q.new_empty
     out = Grads(
         dq=lay.output(call.q, H, K, call.q.dtype),
         dk=lay.output(call.k, H, K, call.k.dtype),
         dv=lay.output(call.v, HV, V, call.v.dtype),
         dg=lay.output(call.g, HV, K, call.g.dtype),
         dbeta=lay.output(call.beta, HV, 1, call.beta.dtype),
-        dA_log=scan.h.new_empty((lay.NT, HV)) if gated and call.A_log is not None else None,
-        ddt_bias=scan.h.new_empty((lay.NT, HV, K)) if gated and call.dt_bias is not None else None,
+        dA_log=new((lay.NT, HV), dtype=dtype) if gated and call.A_log is not None else None,
+        ddt_bias=new((lay.NT, HV, K), dtype=dtype) if gated and call.dt_bias is not None else None,
     )
     for chunks in lay.tiles(HV):
         x = _operands(lay, call, intra, scan, do, chunks, dtype)
@@ -95,6 +95,10 @@ def _operands(
     chunks: Index,
     dtype: torch.dtype,
 ) -> Operands:
+    assert scan.h is not None
+    assert scan.v_new is not None
+    assert scan.dh is not None
+    assert scan.dv2 is not None
     flat = operands.flat
     G = call.v.shape[2] // call.q.shape[2]
     raw_g = lay.load(call.g, chunks, dtype)

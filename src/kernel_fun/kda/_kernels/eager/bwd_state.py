@@ -31,17 +31,22 @@ def bwd_state(
     dht: Tensor | None,
     h: Tensor | None,
     v_new: Tensor | None,
+    *,
+    only_dh0: bool = False,
 ) -> ReverseScan:
     """See :class:`kernel_fun.kda.stages.BwdState`."""
-    if h is None or v_new is None:
-        rescan = scan(call, intra, output=False, keep=True)
-        h, v_new = rescan.h, rescan.v_new
-    assert h is not None
-    assert v_new is not None
     lay, dtype = layout(call), compute_dtype(call)
     HV, V = call.v.shape[2:]
-    dh, dv2 = torch.empty_like(h), lay.output(call.q, HV, V, dtype)
-    dh0 = None if call.initial_state is None else h.new_empty((lay.N, *h.shape[1:]))
+    K = call.q.shape[3]
+    if only_dh0:
+        h = v_new = None
+    elif h is None or v_new is None:
+        rescan = scan(call, intra, output=False, keep=True)
+        h, v_new = rescan.h, rescan.v_new
+    dh = None if only_dh0 else call.q.new_empty((lay.NT, HV, K, V), dtype=dtype)
+    dv2 = None if only_dh0 else lay.output(call.q, HV, V, dtype)
+    wants_dh0 = only_dh0 or call.initial_state is not None
+    dh0 = call.q.new_empty((lay.N, HV, K, V), dtype=dtype) if wants_dh0 else None
     for group in lay.groups(HV):
         dS = initial_states(call, dht, group, dtype)
         for block in reversed(group.blocks):
@@ -53,11 +58,13 @@ def bwd_state(
             for step in reversed(block.steps):
                 at = heads(step, HV)
                 state = dS[: at.stop - at.start]
-                dh[step.chunks] = state.unflatten(0, (-1, HV))
+                if dh is not None:
+                    dh[step.chunks] = state.unflatten(0, (-1, HV))
                 torch.baddbmm(torch.bmm(x.Aqk[at].mT, dO[at]), x.kR[at], state, out=du[at])
                 ydo[at, : lay.BT] = torch.bmm(x.Ab[at].mT, du[at]).neg_()
                 state.mul_(x.total[at]).baddbmm_(x.kq[at].mT, ydo[at])
-            lay.store(dv2, block.chunks, du.unflatten(0, (-1, HV)))
+            if dv2 is not None:
+                lay.store(dv2, block.chunks, du.unflatten(0, (-1, HV)))
         if dh0 is not None:
             dh0[group.sequences] = dS.unflatten(0, (-1, HV))
     return ReverseScan(dh, dv2, final_states(call, dh0), h, v_new)

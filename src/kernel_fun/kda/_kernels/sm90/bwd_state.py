@@ -11,33 +11,30 @@ io(-beta k^ E) and kR of :mod:`operands`, every product accumulated in fp32:
 
 Everything runs transposed, so that do, the state, dv2 and y are the register A operand (64 rows of V a
 warpgroup). Rows past the end of a sequence: a = 1 and q = k = do = A = Aqk = beta = 0, by selection; their
-dv2 is not stored.
+dv2 is not stored. Of a run of tokens whose gradient is only passed on, dh and dv2 are not wanted: dh0 alone.
 
 Modes in global memory: q, k, g, A, Aqk (T, D, heads, B); do, dv2 (V, T, heads, B); dh (V, K, heads, NT).
 
     tiles      BT=64  K  BV=128 or 64, see v_tile()       grid (V/BV, HV, N) flattened, V tiles adjacent
     role       warps          does
-    BUILD      0..K/16-1      qE, kE, kR in place
-    STATE      next BV/16     dv2, y, dS; stores dh, dv2; its first warp issues the loads
+    BUILD      0..K/16-1      qE, kE, kR in place; :mod:`operands`
+    STATE      next BV/16     dv2, y, dS; stores dh, dv2; its first warp issues the loads; :mod:`bwd_state_walk`
     pipe       writer -> readers          holds
     raw        TMA -> BUILD, STATE        q, k, g of a chunk; freed by STATE
     built      BUILD -> STATE             the same slots once they hold qE, kR, kE
     row        TMA -> STATE               do, A, Aqk, total; freed once dv2, staged over do, has left
 """
 
-# sizes: one CTA, one walk over the chunks; its launcher names every tensor, as that of fwd_state does
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-import cutlass
-from cutlass import Float32, Int32, const_expr, cute
-from cutlass.cute.nvgpu import cpasync
+from cutlass import Float32, const_expr, cute
 
 from kernel_fun._common.device import of
-from kernel_fun._cute import copy, pipe, wgmma
+from kernel_fun._cute import pipe
 from kernel_fun._cute.compat import SmemAllocator
 from kernel_fun._cute.compile import Program, jit, symbol
 from kernel_fun._cute.pipe import WARPGROUP, Pipe
@@ -52,6 +49,7 @@ from kernel_fun._cute.tile import (
     vector,
 )
 from kernel_fun.kda._kernels.sm90 import overlap
+from kernel_fun.kda._kernels.sm90.bwd_state_walk import BLOCK, Loads, Walk
 from kernel_fun.kda._kernels.sm90.chunk_inputs import (
     ChunkTensors,
     check,
@@ -61,14 +59,11 @@ from kernel_fun.kda._kernels.sm90.chunk_inputs import (
     facts_of,
     v_tile,
 )
-from kernel_fun.kda._kernels.sm90.operands import STATE_BARRIER, Builder, ask_ahead
+from kernel_fun.kda._kernels.sm90.operands import Builder
 from kernel_fun.kda._kernels.sm90.scan_config import BC, BT, ROWS, Chain, ScanConfig
 
 if TYPE_CHECKING:
     from torch import Tensor, device
-
-BLOCK = 64
-"""Channels of the tiles dh leaves in: as many as dv2's have tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +72,16 @@ class Config(ScanConfig):
 
     has_do: bool = True
     has_dht: bool = False
+    want_dh: bool = True
+    """And dv2; else only dh0."""
     want_dh0: bool = False
     overlapped: bool = False
     """It runs beside the rescan of fwd_state, see :mod:`overlap`."""
+
+    def __post_init__(self) -> None:
+        if not (self.want_dh or self.want_dh0):
+            raise ValueError("one of `want_dh` and `want_dh0` must be True, got neither")
+        super().__post_init__()
 
     @property
     def reads_beta(self) -> bool:
@@ -104,12 +106,12 @@ class Config(ScanConfig):
         row = self.BV * BT * io + 2 * BT * BT * io
         barriers = 128
         small = 4 * (BT * self.builders + self.K * self.row_stages + 2 * BC * self.build.warps * self.l2norm)
-        tiles = self.raw_bytes * raw_stages + row * self.row_stages + self.BV * BLOCK * io
+        tiles = self.raw_bytes * raw_stages + row * self.row_stages + self.BV * BLOCK * io * self.want_dh
         return tiles + -(-(small + barriers) // ALIGN_BYTES) * ALIGN_BYTES
 
 
-class KdaBwdStateSm90:
-    """The kernel of one config."""
+class KdaBwdStateSm90(Walk):
+    """The kernel of one config. Its roles are :meth:`Builder.run` and :meth:`walk`."""
 
     def __init__(self, config: Config) -> None:
         self.config = c = config
@@ -140,29 +142,30 @@ class KdaBwdStateSm90:
             do=self.D.field(),
             A=self.A.field(),
             Aqk=self.A.field(),
-            dh=self.H.field(),
+            **({"dh": self.H.field()} if c.want_dh else {}),
         )
 
     @cute.jit
     def __call__(
         self, mQ: cute.Tensor, mK: cute.Tensor, mG: cute.Tensor, mBeta: cute.Tensor, mA: cute.Tensor,
         mAqk: cute.Tensor, mQr, mKr, mTotal: cute.Tensor, mDo, mDht, mALog, mBias, mCu, mFirst,
-        mDh: cute.Tensor, mDv: cute.Tensor, mDh0, scale: Float32, lower_bound: Float32, stream,
+        mDh, mDv, mDh0, scale: Float32, lower_bound: Float32, stream,
     ):  # fmt: skip
         c = self.config
         self.Storage = self.storage()
         N = mCu.shape[0] - 1 if const_expr(c.is_packed) else mA.shape[0]
-        T, HV, NV = mA.shape[1], mA.shape[2], mDv.shape[3] // c.BV
         states = [0, 1, 3, 2] if const_expr(not c.state_v_first) else [0, 1, 2, 3]
         vk = lambda m: cute.make_tensor(m.iterator, cute.select(m.layout, states))
+        chunks = lambda m: cute.make_tensor(m.iterator, cute.select(m.layout, [3, 2, 1, 0]))
+        V = mDv.shape[3] if const_expr(c.want_dh) else vk(mDh0).shape[2]
+        T, HV, NV = mA.shape[1], mA.shape[2], V // c.BV
         self.kda_bwd_state_sm90(
             self.builder.atoms(mQ, mK, mG),
             self.A.loader(tokens_first(mA)),
             self.A.loader(tokens_first(mAqk)),
             self.D.loader(dims_first(mDo)) if const_expr(c.has_do) else None,
-            self.H.storer(cute.make_tensor(mDh.iterator, cute.select(mDh.layout, [3, 2, 1, 0]))),
-            self.V.storer(dims_first(mDv)),
-            dims_first(mDv),
+            self.H.storer(chunks(mDh)) if const_expr(c.want_dh) else None,
+            (*self.V.storer(dims_first(mDv)), dims_first(mDv)) if const_expr(c.want_dh) else None,
             mBeta,
             (mQr, mKr),
             mTotal,
@@ -182,8 +185,8 @@ class KdaBwdStateSm90:
 
     @cute.kernel
     def kda_bwd_state_sm90(
-        self, raws, tmaA, tmaAqk, tmaDo, tmaDh, tmaDv, rowsDv: cute.Tensor, mBeta: cute.Tensor, mRstds, mTotal, mDht,
-        mDh0, parameters, tables, scalars, sizes,
+        self, raws, tmaA, tmaAqk, tmaDo, outDh, outDv, mBeta: cute.Tensor, mRstds, mTotal, mDht, mDh0, parameters,
+        tables, scalars, sizes,
     ):  # fmt: skip
         c = self.config
         mCu, mFirst = tables
@@ -228,182 +231,19 @@ class KdaBwdStateSm90:
                 cute.domain_offset((0, chain.start), m[None, None, hv, chain.b]), (ROWS, BT), (tile, None)
             )
             state = lambda m: cute.local_tile(m[chain.n, hv, None, None], (ROWS, c.K), (tile, 0))
-            gDh = cute.domain_offset((0, 0, chain.first), tmaDh[1][None, None, hv, None])
-            gDh = cute.local_tile(gDh, self.H.shape, (tile, None, None))
-            self.hold(
-                st, rings, (self.builder.loads(chain, raws, st, hv, G), more, gTotal, sTotal, gAround),
-                (tmaDh[0], gDh), (tmaDv[0], cols(tmaDv[1]), cols(rowsDv) if const_expr(c.is_packed) else None),
+            dh = dv2 = gDh = None
+            if const_expr(c.want_dh):
+                gDh = cute.domain_offset((0, 0, chain.first), outDh[1][None, None, hv, None])
+                gDh = cute.local_tile(gDh, self.H.shape, (tile, None, None))
+            loads = Loads(self.builder.loads(chain, raws, st, hv, G), more, gTotal, sTotal, gAround)
+            if const_expr(c.want_dh):
+                dh = outDh[0], gDh
+                dv2 = outDv[0], cols(outDv[1]), cols(outDv[2]) if const_expr(c.is_packed) else None
+            self.walk(
+                st, rings, loads, dh, dv2,
                 state(mDht) if const_expr(c.has_dht) else None, state(mDh0) if const_expr(c.want_dh0) else None,
                 half, chain.length, chain.NT,
             )  # fmt: skip
-
-    @cute.jit
-    def hold(
-        self, st, rings, loads, dh, dv2, gDht, gDh0, half: Int32, length: Int32, NT: Int32,
-    ):  # fmt: skip
-        """STATE: 64 columns of V for the whole sequence, last chunk first. Its first warp issues the loads."""
-        c = self.config
-        raw, built, row = rings
-        tidx = cute.arch.thread_idx()[0] % WARPGROUP
-        leader = cute.arch.make_warp_uniform(tidx // 32) == 0
-        loader = pipe.index_of_warp() == c.state.first_warp
-        mma_k = wgmma.mma(self.io, BT)
-        mma_t = wgmma.mma(self.io, BT, b_rows_contiguous=True)
-        mma_s = wgmma.mma(self.io, c.K, b_rows_contiguous=True)
-        thr_k, thr_t, thr_s = (m.get_slice(tidx) for m in (mma_k, mma_t, mma_s))
-        tCrR = wgmma.operand_b(thr_k, self.builder.Q.view(st.k))
-        tCrA = wgmma.operand_b(thr_t, self.At.view(st.A))
-        tCrAqk = wgmma.operand_b(thr_t, self.At.view(st.Aqk))
-        tCrQ = wgmma.operand_b(thr_s, self.Qt.view(st.q))
-        tCrE = wgmma.operand_b(thr_s, self.Et.view(st.g))
-        acc_S, acc_V = wgmma.accumulator(thr_s, c.K), wgmma.accumulator(thr_t, BT)
-        rS, rV, rD = (wgmma.operand_a(thr_k, n) for n in (c.K, BT, BT))
-        rVc, rDc = wgmma.as_accumulator(rV, acc_V), wgmma.as_accumulator(rD, acc_V)
-
-        blocks = c.K // BLOCK
-        block = cute.size(acc_V)
-        layout = acc_V.layout
-        rSc = cute.make_tensor(
-            rS.iterator, cute.make_layout((*layout.shape, blocks), stride=(*layout.stride, block))
-        )
-
-        load = copy.load_transposed(mma_t, self.io, tidx)
-        put = copy.store_transposed(mma_t, self.io, tidx)
-        sD, sH = self.V.view(st.do), self.H.view(st.dh)[None, None, half]
-        tDsD, tDrD = load.partition_S(sD), load.retile(rDc)
-        tTsT = wgmma.columns(thr_s, loads[3], c.K, c.row_stages)
-        total = cute.make_rmem_tensor((2, c.K // 8), Float32)
-
-        load_raw, load_row = raw.write_cursor(), row.write_cursor()
-        if loader:
-            for i in cutlass.range(cutlass.min(NT, c.raw_stages), unroll=1):
-                self.load_raw(raw, load_raw, loads, NT - 1 - i)
-                load_raw.advance()
-                if i < c.row_stages:
-                    self.load_row(row, load_row, loads, NT - 1 - i)
-                    load_row.advance()
-        if const_expr(c.has_dht):
-            cute.autovec_copy(thr_s.partition_C(gDht), acc_S)
-        else:
-            acc_S.fill(0.0)
-        at_raw, at_row = raw.read_cursor(), row.read_cursor()
-        for i in cutlass.range(NT, unroll=1):
-            n = NT - 1 - i
-            r, j = at_raw.index, at_row.index
-            own = j * c.holders + half
-            row.wait_full(at_row)
-            built.wait_full(at_raw)
-            # dv2 = Aqk^T do + kR dS
-            if const_expr(c.has_do):
-                cute.copy(load, tDsD[None, None, None, own], tDrD)
-            wgmma.round_to(rS, acc_S)
-            wgmma.fence()
-            if const_expr(c.has_do):
-                wgmma.gemm(mma_t, acc_V, rD, tCrAqk[None, None, None, j], False)
-            wgmma.gemm(mma_k, acc_V, rS, tCrR[None, None, None, r], c.has_do)
-            stages = (sH, sD[None, None, own])
-            for b in cutlass.range_constexpr(blocks):
-                self.stage(put, rSc[None, None, None, b], stages[b])
-            self.meet(half)
-            if leader:
-                for b in cutlass.range_constexpr(blocks):
-                    self.send(dh[0], stages[b], dh[1][None, None, b, n])
-                cute.arch.cp_async_bulk_commit_group()
-            cute.autovec_copy(tTsT[None, None, j], total)
-            wgmma.scale_columns(acc_S, total)
-            wgmma.wait(0)
-            wgmma.round_to(rV, acc_V)
-            # y = A^T dv2, dS = total dS + qE^T do
-            wgmma.fence()
-            wgmma.gemm(mma_t, acc_V, rV, tCrA[None, None, None, j], False)
-            if const_expr(c.has_do):
-                wgmma.gemm(mma_s, acc_S, rD, tCrQ[None, None, None, r], True)
-            if leader:
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-            self.meet(half)
-            self.stage(put, rVc, sD[None, None, own])
-            self.meet(half)
-            self.send_rows(dv2, sD[None, None, own], n, length - n * BT, leader)
-            wgmma.wait(1 if c.has_do else 0)
-            # dS += kE^T y
-            wgmma.round_to(rV, acc_V)
-            wgmma.fence()
-            wgmma.gemm(mma_s, acc_S, rV, tCrE[None, None, None, r], True)
-            wgmma.wait(0)
-            raw.free(at_raw)
-            if leader:
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-            row.free(at_row)
-            at_raw.advance()
-            at_row.advance()
-            if loader:
-                if n >= c.raw_stages:
-                    self.load_raw(raw, load_raw, loads, n - c.raw_stages)
-                    load_raw.advance()
-                if n >= c.row_stages:
-                    self.load_row(row, load_row, loads, n - c.row_stages)
-                    load_row.advance()
-        if const_expr(c.want_dh0):
-            cute.autovec_copy(acc_S, thr_s.partition_C(gDh0))
-        cute.arch.cp_async_bulk_wait_group(0)
-        if const_expr(c.overlapped):
-            overlap.end()
-
-    @cute.jit
-    def load_raw(self, raw, at, loads, n: Int32):
-        """q, k, g of chunk n, once the slot is free."""
-        raw.wait_empty(at)
-        barrier = raw.expect(at)
-        for tma, tXsX, tXgX in loads[0]:
-            cute.copy(tma, tXgX[None, n], tXsX[None, at.index], tma_bar_ptr=barrier)
-        ask_ahead(loads[4], n, self.config.K)
-
-    @cute.jit
-    def load_row(self, row, at, loads, n: Int32):
-        """do, A, Aqk and total of chunk n, once the slot is free."""
-        _, rows, gTotal, sTotal, _ = loads
-        bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32, num_bits_per_copy=32 * self.config.K)
-        row.wait_empty(at)
-        barrier = row.expect(at)
-        for tma, tXsX, tXgX in rows:
-            cute.copy(tma, tXgX[None, n], tXsX[None, at.index], tma_bar_ptr=barrier)
-        with cute.arch.elect_one():
-            cute.copy(bulk, gTotal[n, None], sTotal[None, at.index], mbar_ptr=barrier)
-
-    def stage(self, put, rX: cute.Tensor, sX: cute.Tensor) -> None:
-        """A result in accumulator layout to shared memory."""
-        cute.copy(put, put.retile(rX), put.partition_D(sX))
-
-    def send(self, tma, sX: cute.Tensor, gX: cute.Tensor) -> None:
-        """A staged tile to global memory."""
-        tXsX, tXgX = tma_parts(tma, gX, sX)
-        cute.copy(tma, tXsX, tXgX)
-
-    @cute.jit
-    def send_rows(self, to, sX: cute.Tensor, n: Int32, left: Int32, leader):
-        """A staged tile to tile n of ``to``, of which ``left`` tokens are inside the sequence."""
-        tma, gX, rows = to
-        if const_expr(rows is None):
-            if leader:
-                self.send(tma, sX, gX[None, None, n])
-                cute.arch.cp_async_bulk_commit_group()
-        elif left < BT:
-            thread = pipe.thread_again() % WARPGROUP  # no address of this rare copy is kept in a register
-            copy.rows_out(sX, rows[None, None, n], left, thread, WARPGROUP)
-        elif leader:
-            self.send(tma, sX, gX[None, None, n])
-            cute.arch.cp_async_bulk_commit_group()
-
-    @cute.jit
-    def meet(self, half: Int32):
-        """Barrier of a warpgroup; what it has stored to shared memory may be sent afterwards."""
-        cute.arch.fence_view_async_shared()
-        if const_expr(self.config.holders == 1):
-            cute.arch.barrier(barrier_id=STATE_BARRIER, number_of_threads=WARPGROUP)
-        elif half == 0:
-            cute.arch.barrier(barrier_id=STATE_BARRIER, number_of_threads=WARPGROUP)
-        else:
-            cute.arch.barrier(barrier_id=STATE_BARRIER + 1, number_of_threads=WARPGROUP)
 
 
 @jit(arch="sm_90a")
@@ -421,8 +261,8 @@ def _compile(config: Config) -> Program:
             opt(c.has_do, c.io, "B", "T", "HV", V),
             opt(c.has_dht, "float32", *states),
             *x.parameters(),
-            x.tensor(c.io, "NT", "HV", c.K, V),
-            x.tensor(c.io, "B", "T", "HV", V),
+            opt(c.want_dh, c.io, "NT", "HV", c.K, V),
+            opt(c.want_dh, c.io, "B", "T", "HV", V),
             opt(c.want_dh0, "float32", *states),
             Float32(1.0),
             Float32(1.0),
@@ -450,7 +290,7 @@ NAMES = ("q", "k", "g", "A", "Aqk", "total", "do", "dht")
 @lru_cache(maxsize=512)
 def prepare(
     facts: tuple[Any, ...], at: device, *, scale: float, gate: str, lower_bound: float | None, beta_mode: str, l2norm: bool,
-    state_v_first: bool, want_dh0: bool, overlapped: bool = False,
+    state_v_first: bool, want_dh0: bool, want_dh: bool = True, overlapped: bool = False,
 ) -> Plan:  # fmt: skip
     """Everything about a launch but addresses. ValueError or TypeError names the argument that does not fit.
 
@@ -483,6 +323,7 @@ def prepare(
         state_v_first=state_v_first,
         has_do=do is not None,
         has_dht=dht is not None,
+        want_dh=want_dh,
         want_dh0=want_dh0,
         overlapped=overlapped,
     )
@@ -507,14 +348,16 @@ def launch(
     dt_bias: Tensor | None,
     cu_seqlens: Tensor | None,
     first_chunks: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """See :func:`bwd_state`; on tensors whose facts are those that the plan was prepared from, and whose
     addresses TMA can take."""
     import torch
 
-    dv2 = (q.new_empty if cu_seqlens is None else q.new_zeros)(plan.values)
-    dh = q.new_empty(plan.chunks)
-    dh0 = q.new_empty(plan.states, dtype=torch.float32) if plan.config.want_dh0 else None
+    dh = dv2 = None
+    if plan.config.want_dh:
+        dv2 = (q.new_empty if cu_seqlens is None else q.new_zeros)(*plan.values)
+        dh = q.new_empty(*plan.chunks)
+    dh0 = q.new_empty(*plan.states, dtype=torch.float32) if plan.config.want_dh0 else None
     if plan.runs:
         if not plan.config.l2norm:
             q_rstd = k_rstd = None
@@ -550,7 +393,8 @@ def bwd_state(
     l2norm: bool,
     state_v_first: bool,
     want_dh0: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    want_dh: bool = True,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The recurrence over chunks in reverse.
 
     q, k ``[B, T, H, K]``, g ``[B, T, HV, K]``, beta ``[B, T, HV]``: the caller's own, io dtype bf16 or fp16; g
@@ -562,7 +406,8 @@ def bwd_state(
 
     Returns dh ``[NT, HV, K, V]`` io, the gradient of the state at the end of each chunk (rows past the last
     chunk of a packing are not written); dv2 ``[B, T, HV, V]`` io, the gradient of v_new, zero outside every
-    sequence; with ``want_dh0`` the gradient of the initial state, fp32 in the layout of dht, else None.
+    sequence; with ``want_dh0`` the gradient of the initial state, fp32 in the layout of dht, else None. Without
+    ``want_dh`` dh and dv2 are None, and dh0 must be wanted.
     ValueError or TypeError names the argument that does not fit.
     """
     if gate == "log":
@@ -570,7 +415,7 @@ def bwd_state(
     given = q, k, g, beta, A, Aqk, q_rstd, k_rstd, total, do, dht, A_log, dt_bias, *(table or (None, None))
     plan = prepare(
         facts_of(*given), q.device, scale=scale, gate=gate, lower_bound=lower_bound, beta_mode=beta_mode, l2norm=l2norm,
-        state_v_first=state_v_first, want_dh0=want_dh0,
+        state_v_first=state_v_first, want_dh0=want_dh0, want_dh=want_dh,
     )  # fmt: skip
     check_addresses(NAMES, (q, k, g, A, Aqk, total, do, dht))
     return launch(plan, *given)

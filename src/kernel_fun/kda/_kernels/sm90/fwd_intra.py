@@ -38,7 +38,8 @@ rstds [tokens, H]; total [NT, HV, 9 K]; tokens = B T. Value heads are innermost 
               Aqk             64 x 64 io, 16-byte units of row i permuted by i mod 8
               scales, beta    4 x 64 fp32; dt_bias, A_log: K + 1
               D, between      8 K fp32: decay of each block; 24 K / 2 words: P of each pair, two channels a word
-    files     the passes and blocks are :mod:`fwd_intra_scores`
+    files     the passes and blocks are :mod:`fwd_intra_scores`; where an item is, what is asked for of the next one
+              and where results go, :mod:`fwd_intra_items`
     regs      128, 2 CTAs an SM; beside the scan one CTA of two such teams, see :mod:`overlap`
 """
 
@@ -46,12 +47,11 @@ rstds [tokens, H]; total [NT, HV, 9 K]; tokens = B T. Value heads are innermost 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import IntEnum
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import cutlass
-from cutlass import Float32, Int16, Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, cute
 
 from kernel_fun._common.device import of
 from kernel_fun._cute import trisolve
@@ -59,14 +59,11 @@ from kernel_fun._cute.compat import SmemAllocator
 from kernel_fun._cute.compile import DTYPES, Program, jit, symbol, tensor
 from kernel_fun._cute.decay import GATES, Gate
 from kernel_fun._cute.pipe import thread_again
-from kernel_fun._cute.tile import ALIGN_BYTES, SMEM_BYTES, Tile, tma_parts
-from kernel_fun._cute.warp import (
-    load4,
-    pack,
-    select,
-)
+from kernel_fun._cute.tile import ALIGN_BYTES, SMEM_BYTES, Tile
+from kernel_fun._cute.warp import select
 from kernel_fun.kda._kernels.sm90 import overlap
 from kernel_fun.kda._kernels.sm90.chunk_inputs import facts_of
+from kernel_fun.kda._kernels.sm90.fwd_intra_items import PLACE_WORDS, PLACES, Items, Place
 from kernel_fun.kda._kernels.sm90.fwd_intra_scores import (
     BT,
     HALF_WORDS,
@@ -74,13 +71,17 @@ from kernel_fun.kda._kernels.sm90.fwd_intra_scores import (
     ROW_WORDS,
     SOLVERS,
     WARPS,
-    Scores,
-    as_float,
-    bits_of,
-    put_global,
     words_of,
 )
-from kernel_fun.kda._kernels.sm90.rows import Rows, flat, flattened, packed_rows, tma_rows
+from kernel_fun.kda._kernels.sm90.rows import (
+    LAUNCHES_TAKE_LEAVES,
+    TMA_BYTES,
+    Rows,
+    flat,
+    flattened,
+    packed_rows,
+    tma_rows,
+)
 from kernel_fun.kda._kernels.sm90.scan_config import DECAYS
 
 if TYPE_CHECKING:
@@ -99,26 +100,6 @@ SM_SMEM_BYTES = 233472
 SM_REGISTERS = 65536
 CTAS = 2
 """CTAs of an SM: 128 registers a thread are as many as the kernel wants."""
-
-
-class Place(IntEnum):
-    """What a CTA knows of an item: words in shared memory, written by the warp that fetches it.
-
-    Of three items: while one is worked on, the next is written, and warps may still read where the last one is.
-    """
-
-    CHUNK = 0
-    HV = 1
-    FIRST = 2
-    VALID = 3
-    H = 4
-    IN_GROUP = 5
-    PHASE = 6
-
-
-PLACE_WORDS = 8
-PLACES = 3
-TABLE_ROW_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -206,7 +187,7 @@ class Config:
         return Resources(smem, threads, min(255, SM_REGISTERS // (threads * ctas) // 8 * 8), ctas)
 
 
-class KdaFwdIntraSm90(Scores):
+class KdaFwdIntraSm90(Items):
     """The kernel of one config."""
 
     def __init__(self, config: Config) -> None:
@@ -394,10 +375,6 @@ class KdaFwdIntraSm90(Scores):
         """Which team of its CTA a thread belongs to."""
         return cute.arch.make_warp_uniform(tid // THREADS) if self.c.overlapped else 0
 
-    def row_of_total(self, b: Int32, n: Int32, T: Int32) -> Int32:
-        """Of chunk n of sequence b, in a dense batch."""
-        return b * ((T + (BT - 1)) // BT) + n
-
     def first_item(self, tid: Int32) -> Any:
         block = cute.arch.block_idx()[0]
         return self.c.teams * block + self.team(tid) if self.c.overlapped else block
@@ -438,109 +415,11 @@ class KdaFwdIntraSm90(Scores):
         team = self.team(cute.arch.thread_idx()[0])
         cute.arch.barrier(barrier_id=1 + self.c.teams + team, number_of_threads=32 * SOLVERS)
 
-    def turn_to(self, here: Int32, now: cute.Tensor) -> None:
-        """The item that comes: its place, valid tokens and phase; and this thread."""
-        for n, x in enumerate(
-            (here, self.place[here + Place.VALID], self.place[here + Place.PHASE], thread_again())
-        ):
-            now[n] = x
-
     def all_meet(self, st: Any) -> None:
         """A barrier, and the lane anew: its latency passes while others come."""
         tid = thread_again()
         self.meet()
         self.lanes(st, tid)
-
-    @cute.jit
-    def locate(self, item: Int32, items: Int32, T: Int32, here: Int32, mTable: cute.Tensor | None):
-        """Where an item is, to ``here``. No valid token past the last item."""
-        by_HV, by_G, by_turn = self.divisors
-        place = self.place
-        if self.warp == SOLVERS:
-            valid, phase = Int32(0), place[PLACES * PLACE_WORDS]
-            cute.arch.sync_warp()
-            if item < items:
-                chunk, hv = divmod(item, by_HV)
-                h, in_group = divmod(hv, by_G)
-                if cutlass.const_expr(self.c.packed):
-                    first, valid = row_of_table(mTable.iterator.toint() + Int64(chunk) * TABLE_ROW_BYTES)
-                else:
-                    if cutlass.const_expr(self.c.overlapped):
-                        c, b = divmod(chunk, by_turn)
-                        chunk = self.row_of_total(b, c, T)
-                    else:
-                        b, c = divmod(chunk, by_turn)
-                    first, valid = b * T + c * BT, cutlass.min(T - c * BT, BT)
-                known = (chunk, hv, first, h, in_group, phase)
-                names = (Place.CHUNK, Place.HV, Place.FIRST, Place.H, Place.IN_GROUP, Place.PHASE)
-                for n, x in zip(names, known, strict=True):
-                    place[here + n] = Int32(x)
-                if valid > 0:
-                    place[PLACES * PLACE_WORDS] = phase ^ 1
-                    for tma, _, tXgX in self.tiles_at(first, h, hv):
-                        cute.prefetch(tma, tXgX)
-            place[here + Place.VALID] = valid
-
-    @cute.jit
-    def fetch(self, here: Int32, full: cute.Pointer):
-        """The tiles of the item whose place is ``here``, by TMA."""
-        place = self.place
-        if place[here + Place.VALID] > 0:
-            first, h, hv = (place[here + n] for n in (Place.FIRST, Place.H, Place.HV))
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(full, self.c.tile_bytes())
-            for tma, tXsX, tXgX in self.tiles_at(first, h, hv):
-                for p in cutlass.range_constexpr(self.c.passes):
-                    cute.copy(tma, tXgX[None, p], tXsX[None, p], tma_bar_ptr=full)
-
-    def tiles_at(
-        self, first: Int32, h: Int32, hv: Int32
-    ) -> list[tuple[cute.CopyAtom, cute.Tensor, cute.Tensor]]:
-        """Of q, k and g: a copy, where it goes and what it reads."""
-        found = []
-        for (tma, mX, tile, field), head in zip(self.inputs, (h, h, hv), strict=True):
-            rows = cute.domain_offset((first, 0), mX[None, None, head])
-            found.append(
-                (tma, *tma_parts(tma, cute.local_tile(rows, tile.shape, (0, None)), tile.view(field)))
-            )
-        return found
-
-    @cute.jit
-    def ask(
-        self, here: Int32, mBeta: cute.Tensor, mA_log: cute.Tensor | None, mDt_bias: cute.Tensor | None
-    ) -> tuple[Int32, Float32, Float32]:
-        """beta of a row of an item, as it is in memory, and dt_bias of a channel, a thread of the last warps; A_log."""
-        thread = 32 * (self.warp - SOLVERS) + self.lane
-        word, bias, A_log = Int32(0), Float32(0.0), Float32(0.0)
-        if self.warp >= SOLVERS:
-            valid = self.place[here + Place.VALID]
-            if valid > 0:
-                hv = self.place[here + Place.HV]
-                kind = Int32 if cutlass.const_expr(self.c.beta == "float32") else Int16
-                raw = cute.make_tensor(cute.recast_ptr(mBeta.iterator, dtype=kind), mBeta.layout)
-                row = cutlass.min(thread & (BT - 1), valid - 1)
-                word = Int32(raw[self.place[here + Place.FIRST] + row, hv])
-                if cutlass.const_expr(self.c.has_dt_bias):
-                    bias = mDt_bias[hv * self.c.K + (thread & (self.c.K - 1))]
-                if cutlass.const_expr(self.c.has_A_log):
-                    A_log = mA_log[hv]
-        return word, bias, A_log
-
-    @cute.jit
-    def keep(self, asked: tuple[Int32, Float32, Float32]):
-        """What was asked for, to where the passes find it."""
-        word, bias, A_log = asked
-        beta, parameters = self.beta, self.parameters
-        thread = 32 * (self.warp - SOLVERS) + self.lane
-        if self.warp >= SOLVERS:
-            if thread < BT:
-                beta[thread] = word
-            if cutlass.const_expr(self.c.has_dt_bias):
-                if thread < self.c.K:
-                    parameters[thread] = bias
-            if cutlass.const_expr(self.c.has_A_log):
-                if thread == 0:
-                    parameters[self.c.K] = A_log
 
     def gate(self, lower_bound: Float32) -> Gate:
         """The gate of the item's value head."""
@@ -565,67 +444,6 @@ class KdaFwdIntraSm90(Scores):
         self.Aqk_words = words_of(st.Aqk, BT * ROW_WORDS)
         self.Aqk_values = st.Aqk.get_tensor(cute.make_layout(BT * BT))
         self.scales = st.scales.get_tensor(cute.make_layout(3 * BT))
-
-    @cute.jit
-    def store_rstds(self, mQ_rstd: cute.Tensor, mK_rstd: cute.Tensor, here: Int32, valid: Int32):
-        """Norms of the rows that are tokens, once a head of q, by the threads that :meth:`keep` the next beta there."""
-        row = 32 * (self.warp - SOLVERS) + self.lane
-        if row < valid and self.place[here + Place.IN_GROUP] == 0:
-            first, h = self.place[here + Place.FIRST], self.place[here + Place.H]
-            mQ_rstd[first + row, h] = as_float(self.beta[row])
-            mK_rstd[first + row, h] = self.scales[2 * BT + row]
-
-    def unit_of_A(self) -> tuple[Int32, Int32]:
-        """Row and unit of eight columns of A a thread stores; eight lanes that read together: four units, two rows."""
-        row = 4 * self.warp + ((self.lane >> 2) & 1) + 2 * (self.lane >> 4)
-        return row, (self.lane & 3) + 4 * ((self.lane >> 3) & 1)
-
-    def rows_of_A(self, mA: cute.Tensor, here: Int32) -> tuple[Int64, Int64]:
-        """Where :meth:`store_A` begins, and how far 32 rows are."""
-        row, unit = self.unit_of_A()
-        return self.rows_from(mA, here, row, 16 * unit, 32)
-
-    @cute.jit
-    def store_A(self, to: Int64, step: Int64, valid: Int32):
-        """Rows of A that are tokens: eight columns a thread in every 32nd row."""
-        row, unit = self.unit_of_A()
-        J, odd = unit >> 1, self.warp >> 2
-        at = self.L.iterator.toint() + 4 * (row * trisolve.PITCH + 8 * unit)
-        found = []
-        for n in cutlass.range_constexpr(2):
-            moved = select((J == 2 * n) & (odd == 1), Int32(4 * trisolve.shift(1, 0)), Int32(0))
-            x, y = (load4(at + 4 * 32 * n * trisolve.PITCH + moved + 16 * e) for e in range(2))
-            found.append(
-                [select(J <= 2 * n + odd, pack(*z, self.io), Int32(0)) for z in zip(x, y, strict=True)]
-            )
-        for n in cutlass.range_constexpr(2):
-            put_global(to + n * step, found[n], 32 * n + row < valid)
-
-    @cute.jit
-    def store_Aqk(self, mAqk: cute.Tensor, here: Int32, valid: Int32):
-        """Rows of Aqk that are tokens, by 128 threads: eight columns a thread in every sixteenth row."""
-        row, unit = 4 * (self.warp & 3) + (self.lane >> 3), self.lane & 7
-        to, step = self.rows_from(mAqk, here, row, 16 * unit, 16)
-        from_ = self.Aqk_words.iterator.toint() + row * 128 + ((unit ^ (row & 7)) << 4)
-        found = [[bits_of(x) for x in load4(from_ + 16 * 128 * I)] for I in range(BT // 16)]
-        for I in cutlass.range_constexpr(BT // 16):
-            words = [select((unit >> 1) <= I, w, Int32(0)) for w in found[I]]
-            put_global(to + I * step, words, 16 * I + row < valid)
-
-    def rows_from(
-        self, mX: cute.Tensor, here: Int32, row: Int32, byte: Int32, rows: int
-    ) -> tuple[Int64, Int64]:
-        """Address of a byte in a row of the item in a [tokens, HV, 64] result, and how far ``rows`` rows are."""
-        HV, first, hv = mX.shape[1], self.place[here + Place.FIRST], self.place[here + Place.HV]
-        start = (Int64(first + row) * HV + hv) * (2 * BT)
-        return mX.iterator.toint() + start + byte, Int64(HV * (2 * BT * rows))
-
-
-def row_of_table(address: Int64) -> tuple[Int32, Int32]:
-    """First token and valid tokens of a chunk, the first two words of its row of the table."""
-    return cute.arch.inline_ptx(
-        "ld.global.v2.b32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Int32, Int32], read_only_args=[address]
-    )
 
 
 def without_batch(mX: cute.Tensor) -> cute.Tensor:
@@ -682,6 +500,8 @@ class Plan:
     """[HV, NT], by which the scan follows."""
     scalars: tuple[int, float, float, int]
     """T, scale, lower bound and CTAs, the last arguments of the kernel."""
+    as_given: bool
+    """The kernel takes the tensors themselves, where their addresses are TMA's."""
     runs: bool
 
 
@@ -736,6 +556,7 @@ def prepare(
         norms=(B, T, H),
         totals=(NT, HV, DECAYS * K),
         ready=(HV, NT),
+        as_given=LAUNCHES_TAKE_LEAVES and all([x.as_given for x in rows]),
         scalars=(T, scale, lower_bound or 0.0, config.resources().ctas_per_sm * (of(at).sms - beside)),
         runs=NT * HV * B * T > 0,
     )
@@ -758,31 +579,21 @@ def launch(
     """
     import torch
 
-    A = q.new_empty(plan.square)
+    A = q.new_empty(*plan.square)
     Aqk = torch.empty_like(A)
     q_rstd = k_rstd = None
     if plan.config.l2norm:
-        q_rstd = q.new_empty(plan.norms, dtype=torch.float32)
+        q_rstd = q.new_empty(*plan.norms, dtype=torch.float32)
         k_rstd = torch.empty_like(q_rstd)
-    total = q.new_empty(plan.totals, dtype=torch.float32)
+    total = q.new_empty(*plan.totals, dtype=torch.float32)
     if plan.runs:
-        q_rows, k_rows, g_rows, beta_rows = plan.rows
+        results = A, Aqk, q_rstd, k_rstd
+        if not plan.as_given or (q.data_ptr() | k.data_ptr() | g.data_ptr()) % TMA_BYTES:
+            q, k, g, beta = [flattened(x, rows) for x, rows in zip((q, k, g, beta), plan.rows)]
+            results = [None if x is None else flat(x) for x in results]
         _compile(plan.config)(
-            flattened(q, q_rows),
-            flattened(k, k_rows),
-            flattened(g, g_rows),
-            flattened(beta, beta_rows),
-            A_log,
-            dt_bias,
-            table,
-            flat(A),
-            flat(Aqk),
-            None if q_rstd is None else flat(q_rstd),
-            None if k_rstd is None else flat(k_rstd),
-            total,
-            ready,
-            *plan.scalars,
-        )
+            q, k, g, beta, A_log, dt_bias, table, *results, total, ready, *plan.scalars,
+        )  # fmt: skip
     return A, Aqk, q_rstd, k_rstd, total
 
 

@@ -6,6 +6,7 @@ Plain methods are Python, traced inline; the others hold branches of the kernel.
 # sizes: one pass and what it leaves for the blocks, read in order
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import cutlass
@@ -13,7 +14,7 @@ from cutlass import Float32, Int32, Int64, cute
 
 from kernel_fun._cute import scan, trisolve
 from kernel_fun._cute.compile import DTYPES
-from kernel_fun._cute.decay import LOG2E, NO_DECAY, exp2
+from kernel_fun._cute.decay import FLT_MAX, LOG2E, NO_DECAY, Gate, cut, exp2
 from kernel_fun._cute.tile import Tile
 from kernel_fun._cute.warp import (
     load2,
@@ -42,6 +43,10 @@ ROW_WORDS = 32
 SLOT_WORDS = BC * ROW_WORDS
 HALF_WORDS = BT * ROW_WORDS
 EPS = 1e-6
+LARGEST_RATE = 2.0**80
+"""Of bounded: exp(A_log) log2 e."""
+SMALLEST_BOUND = 2.0**-100
+"""Of bounded, in place of 0: its decays are 1 in fp32 as well, and its inverse is finite."""
 
 
 class Scores:
@@ -209,10 +214,10 @@ class Scores:
         # address of channels 2 lane, 2 lane + 1 in row i: 16-byte unit u of a row stands at u ^ i
         first = self.at + 4 * (slot + self.lane)
         self.row = [first ^ (i * (4 * ROW_WORDS + 16)) for i in range(BC)]
+        decays = decays_of(gate, bias)
         a = []
         for i in cutlass.range_constexpr(BC):
-            x = self.raw_gate(p, i)
-            a.append([gate.decay(x[e] + bias[e] if c.has_dt_bias else x[e]) for e in range(2)])
+            a.append([decay(x) for decay, x in zip(decays, self.raw_gate(p, i), strict=True)])
         columns = [scan.start([x[e] for x in a]) for e in range(2)]
         q, k = ([word_at(x, 4 * n * c.k_words) for x in self.row] for n in range(2))
         cute.arch.sync_warp()  # every raw word of the slots has been read
@@ -455,6 +460,26 @@ class Scores:
     def block_decays(self, f_at: Int32, p: int, j: int) -> Any:
         """Of 32 channels: the decays between two blocks and two."""
         return [load4(f_at + p * (2 * PASS) + n * (2 * self.c.K) + 64 * j) for n in range(4)]
+
+
+def decays_of(gate: Gate, bias: Any) -> list[Callable[[Float32], Float32]]:
+    """From raw gates of two channels, ``bias`` theirs or None, to a.
+
+    In bounded bias and slope are one shift, and log2 a is 1 / (e / bound + 1 / bound): two instructions fewer. The
+    shift's rounding is one of the bias. The rate is cut where a product with it would overflow, far beyond where it
+    makes a step of the gate, and the shift so that a gate of -inf meets no infinity of the other sign.
+    """
+    if gate.kind != "bounded":
+        return [lambda x, e=e: gate.decay(x if bias is None else x + bias[e]) for e in range(2)]
+    inverse = cute.arch.rcp_approx(cutlass.min(gate.bound, Float32(-SMALLEST_BOUND)))
+
+    def decay(x: Float32, e: int) -> Float32:
+        y = x * rate if bias is None else x * rate + shifts[e]
+        return exp2(cute.arch.rcp_approx(exp2(y) * inverse + inverse))
+
+    rate = cut(gate.rate, LARGEST_RATE)
+    shifts = [] if bias is None else [cut(b * rate, FLT_MAX) for b in bias]
+    return [lambda x, e=e: decay(x, e) for e in range(2)]
 
 
 def place_of(even: int, J: int) -> int:

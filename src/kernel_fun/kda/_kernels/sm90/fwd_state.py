@@ -581,8 +581,8 @@ def launch(
     config, output = plan.config, uninitialised if cu_seqlens is None else zeros
     o = output(v) if config.want_o else None
     v_new = output(v) if config.want_v_new else None
-    ht = v.new_empty(plan.states, dtype=torch.float32) if config.want_ht else None
-    h = v.new_empty(plan.chunks) if config.want_h else None
+    ht = v.new_empty(*plan.states, dtype=torch.float32) if config.want_ht else None
+    h = v.new_empty(*plan.chunks) if config.want_h else None
     if plan.runs:
         if not config.l2norm:
             q_rstd = k_rstd = None

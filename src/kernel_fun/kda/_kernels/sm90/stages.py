@@ -167,13 +167,15 @@ def bwd_state(
     dht: Tensor | None,
     h: Tensor | None,
     v_new: Tensor | None,
+    *,
+    only_dh0: bool = False,
 ) -> ReverseScan:
     """See :class:`kernel_fun.kda.stages.BwdState`."""
     cut = None if call.notes.get("cut") == UNCUT else _cut(call)
     if cut is None:
-        return _reverse_scan(call, intra, do, dht, h, v_new)
+        return _reverse_scan(call, intra, do, dht, h, v_new, only_dh0=only_dh0)
     do = None if do is None else _upstream(do, call)
-    return sequence_split.reverse(_prepared(call), intra, cut, SPLIT, do, dht, h, v_new)
+    return sequence_split.reverse(_prepared(call), intra, cut, SPLIT, do, dht, h, v_new, only_dh0=only_dh0)
 
 
 def _reverse_scan(
@@ -183,6 +185,8 @@ def _reverse_scan(
     dht: Tensor | None,
     h: Tensor | None,
     v_new: Tensor | None,
+    *,
+    only_dh0: bool = False,
 ) -> ReverseScan:
     """bwd_state, uncut."""
     q, k, _, g, beta, A_log, _, dt_bias = _operands(call)
@@ -190,7 +194,9 @@ def _reverse_scan(
     dht = None if dht is None else _packed(dht)
     _check_addresses(call, intra, dht=dht)
     beside = False
-    if h is None or v_new is None:
+    if only_dh0:
+        h = v_new = None
+    elif h is None or v_new is None:
         fit = call.notes.get("scans_fit")
         if fit is None:
             fit = call.notes["scans_fit"] = _scans_fit(call)
@@ -200,12 +206,12 @@ def _reverse_scan(
         assert h is not None
         assert v_new is not None
     given = q, k, g, beta, *intra, do, dht, A_log, dt_bias, *_sequences(call)
-    kind = "bwd_state", beside
+    kind = "bwd_state", beside, only_dh0
     plan = call.notes.get(kind)
     if plan is None:
         plan = reverse_kernel.prepare(
-            _facts(call, given, intra.total), q.device, state_v_first=call.state_v_first, want_dh0=call.initial_state is not None,
-            overlapped=beside, **_forms(call),
+            _facts(call, given, intra.total), q.device, state_v_first=call.state_v_first,
+            want_dh0=only_dh0 or call.initial_state is not None, want_dh=not only_dh0, overlapped=beside, **_forms(call),
         )  # fmt: skip
         plan = call.notes[kind] = _with_rows(plan, call)
     return ReverseScan(*reverse_kernel.launch(plan, *given), h, v_new)
@@ -233,10 +239,14 @@ def _with_rows(plan: Any, call: Call) -> Any:
 def bwd_grads(call: Call, intra: Intra, scan: ReverseScan, do: Tensor | None) -> Grads:
     """See :class:`kernel_fun.kda.stages.BwdGrads`."""
     q, k, v, g, beta, A_log, dt_bias, _ = _operands(call)
-    do = torch.zeros_like(scan.dv2) if do is None else _upstream(do, call)
+    h, v_new, dh, dv2 = scan.h, scan.v_new, scan.dh, scan.dv2
+    assert h is not None
+    assert v_new is not None
+    assert dh is not None
+    assert dv2 is not None
+    do = torch.zeros_like(dv2) if do is None else _upstream(do, call)
     given = (
-        q, k, v, g, beta, intra.A, intra.q_rstd, intra.k_rstd, scan.h, scan.v_new, scan.dh, scan.dv2, do, A_log,
-        dt_bias, _chunks(call),
+        q, k, v, g, beta, intra.A, intra.q_rstd, intra.k_rstd, h, v_new, dh, dv2, do, A_log, dt_bias, _chunks(call),
     )  # fmt: skip
     plan = call.notes.get("bwd_grads")
     if plan is None:
