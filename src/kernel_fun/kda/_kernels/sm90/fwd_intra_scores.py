@@ -292,11 +292,9 @@ class Scores:
         """g of the lane's two channels and token i of the warp's block, as fp32."""
         if self.c.g != "float32":
             return unpack(word_at(self.row[i], 4 * self.c.g_words), self.g_tile.dtype)
-        # a row is 32 channels: the first 32 of the pass for every token, then the others
-        column = (2 * (self.lane & 15)) ^ (4 * i)
-        at = (2 * p + (self.lane >> 4)) * HALF_WORDS + self.warp * SLOT_WORDS + column
-        at = at + i * ROW_WORDS + self.c.g_words
-        return as_float(self.words[at]), as_float(self.words[at + 1])
+        # a row is 32 channels: the first 32 of the pass for every token, then the others; unit u of row i stands at u ^ i
+        half = (2 * p + (self.lane >> 4)) * HALF_WORDS + self.warp * SLOT_WORDS + 2 * (self.lane & 15)
+        return load2((self.at + 4 * (half + self.c.g_words)) ^ (i * (4 * ROW_WORDS + 16)))
 
     @cute.jit
     def put_block(self, acc: cute.Tensor, pair: Float32):
