@@ -8,6 +8,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 
@@ -126,6 +127,7 @@ CCONV_POLICY = (DISABLE, DEBUG, FALLBACK, CCONV_DISABLE, CCONV_BACKEND)
 """What the plan of a convolution depends on."""
 
 _UNSET = (None,)
+_KEY = attrgetter("key")
 FALLBACKS = ("auto", "fla", "eager", "error")
 
 
@@ -138,7 +140,7 @@ def words(switches: tuple[Switch, ...]) -> tuple[Any, ...]:
         held = os.environ._data  # pyright: ignore
     except AttributeError:  # put in place of os.environ
         return tuple([os.environ.get(switch.name) for switch in switches])
-    return tuple([held.get(switch.key) for switch in switches])
+    return tuple(map(held.get, map(_KEY, switches)))
 
 
 def disabled_by(family: Switch) -> str | None:
