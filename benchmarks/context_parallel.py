@@ -38,7 +38,7 @@ DEFAULT = ("kimi_64k", "kimi_256k")
 PASSES = ("fwd", "fwdbwd")
 CANDIDATES = ("sm90", "fla")
 BY_TOKEN = ("q", "k", "v", "g", "beta")
-WARM, ROUNDS = 3, 10
+WARM, ROUNDS = 3, 30
 
 Step = Callable[[], None]
 Timed = tuple[str, str, str, int, list[float], list[float], int]

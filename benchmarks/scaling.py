@@ -45,13 +45,14 @@ class Layer:
     """Forward and backward of one rank that has the sequence to itself, whose scans run beside other kernels;
     None: ``forward + backward``."""
 
-    @property
-    def message(self) -> int:
-        """Bytes that a rank gives to an all-gather; there is one in the forward and one in the backward."""
-        return HEADER + 4 * self.pieces * self.HV * self.K * (self.K + self.V)
+    def message(self, ranks: int) -> int:
+        """Bytes that a rank gives to an all-gather; there is one in the forward and one in the backward.
+        No state passes through one of two slots, so that these give no transitions."""
+        columns = self.V + self.K * (ranks * self.pieces > 2)
+        return HEADER + 4 * self.pieces * self.HV * self.K * columns
 
     def gather(self, ranks: int) -> float:
-        return (ranks - 1) * (self.hop + self.message / self.link)
+        return (ranks - 1) * (self.hop + self.message(ranks) / self.link)
 
     def compute(self, tokens: int, ranks: int) -> float:
         """Of a rank in the middle of the sequence."""
@@ -75,7 +76,7 @@ def table(layer: Layer) -> list[str]:
     head = "ranks  MiB received  " + "  ".join(f"{f'T = {T // 1024}k':>17}" for T in TOKENS)
     rows = [head]
     for ranks in RANKS:
-        received = 2 * (ranks - 1) * layer.message / 2**20
+        received = 2 * (ranks - 1) * layer.message(ranks) / 2**20
         cells = (
             f"{1e3 * layer.step(T, ranks):9.3f} ms {100 * layer.efficiency(T, ranks):3.0f} %" for T in TOKENS
         )

@@ -13,8 +13,9 @@ LAYER = Layer(32, 128, 128, 1, 1024, 1.0, 2.0, 0.5, 0.25, hop=1e-3, link=2**20)
 
 
 def test_the_terms() -> None:
-    assert LAYER.message == 128 + 4 * 2**20
-    assert replace(LAYER, pieces=2).message == 128 + 8 * 2**20
+    assert LAYER.message(2) == 128 + 2 * 2**20
+    assert LAYER.message(3) == 128 + 4 * 2**20
+    assert replace(LAYER, pieces=2).message(2) == 128 + 8 * 2**20
     assert LAYER.gather(1) == 0
     assert LAYER.gather(3) == pytest.approx(2 * (1e-3 + 4 + 128 / 2**20))
     assert LAYER.step(4096, 1) == 12.0
@@ -33,5 +34,5 @@ def test_the_table_of_the_document(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(printed) == len(table(LAYER)) == 1 + len(RANKS)
     assert all(f"T = {T // 1024}k" in printed[0] for T in TOKENS)
     document = (Path(__file__).parents[1] / "docs" / "scaling.md").read_text()
-    received = [str(4 * (ranks - 1)) for ranks in RANKS[1:]]
+    received = [str((ranks - 1) * LAYER.message(ranks) // 2**20) for ranks in RANKS[1:]]
     assert f"| received, MiB a direction | {' | '.join(received)} |" in document

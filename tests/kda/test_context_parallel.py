@@ -29,6 +29,7 @@ from over_ranks import (
 )
 from torch import Tensor
 
+from kernel_fun._common import context_parallel as partition
 from kernel_fun._common import device as devices
 from kernel_fun._common import exchange
 from kernel_fun._common.check import ContractError, ContractTypeError
@@ -68,7 +69,8 @@ def compare(p: Problem, parts: list[dict[str, Any]], tolerance: float = TOLERANC
         error = (found[name] - want).abs().max().item()
         assert error <= tolerance * max(1.0, want.abs().max().item()), (name, error)
     pieces = 2 if p.layout == "zigzag" else 1
-    data = pieces * p.HV * p.K * (p.K + p.V) * (8 if p.dtype == F64 else 4)
+    columns = p.V + p.K * (len(parts) * pieces > 2)  # of two slots nothing passes through either
+    data = pieces * p.HV * p.K * columns * (8 if p.dtype == F64 else 4)
     for part in parts:
         assert part["gathers"] == [HEADER + data] * 2
         assert part["forward"] == 1
@@ -323,7 +325,7 @@ def order_of_work(group: Any, p: Problem) -> tuple[list[str], list[int]]:
     patch.setattr(fwd_state, "fwd_state", telling("state", fwd_state.fwd_state))
     patch.setattr(bwd_state, "bwd_state", telling("reverse", bwd_state.bwd_state))
     patch.setattr(bwd_grads, "bwd_grads", telling("grads", bwd_grads.bwd_grads))
-    patch.setattr(Exchange, "send", telling("send", Exchange.send))
+    patch.setattr(Exchange, "send_rows", telling("send", Exchange.send_rows))
     patch.setattr(Exchange, "arrive", telling("arrive", Exchange.arrive))
     patch.setattr(Exchange, "confirm", telling("confirm", Exchange.confirm))
     patch.setattr(context_parallel, "fold", folding)
@@ -423,7 +425,8 @@ def failing(group: Any, p: Problem, bad: int, how: str) -> str:
                 with torch.no_grad():
                     x["v"].mul_(2)
             if rank == bad and how == "a gradient without room for states":
-                patch.setattr("kernel_fun.kda.context_rows.zeros", broken)
+                patch.setattr("kernel_fun.kda.context_rows.compose", broken)
+                patch.setattr("kernel_fun.kda.context_rows.unread", broken)  # of a single row
             o.sum().backward()
     except BaseException as error:
         return f"{type(error).__name__}: {error}"
@@ -608,6 +611,32 @@ def test_a_context_of_another_rank_is_refused(group_of_one: Any) -> None:
         ValueError, match=r"must describe rank 0 of 1 in its group, got one that reaches 0 slots before and 1"
     ):
         chunk_kda(**inputs(), cp_context=replace(context, post_num_ranks=1))
+
+
+def test_a_context_is_read_once_and_again_when_it_changed(group_of_one: Any) -> None:
+    context = build_cp_context(torch.tensor([0, 5, 8]), group_of_one)
+    first = partition.read(context)
+    assert first is not None
+    assert partition.read(context) is first
+    assert partition.read(replace(context)) == first
+    context.cu_seqlens_cpu[1] = 3
+    changed = partition.read(context)
+    assert changed is not None
+    assert changed.bounds == (0, 3, 8)
+    expected, _ = chunk_kda(**(x := inputs()), cu_seqlens=torch.tensor([0, 3, 8]))
+    assert torch.equal(chunk_kda(**x, cp_context=context)[0], expected)
+    context.cu_seqlens_cpu[1] = 9
+    with pytest.raises(ValueError, match="must not decrease"):
+        chunk_kda(**x, cp_context=context)
+
+
+def test_a_context_of_a_group_that_is_gone(group_of_one: Any) -> None:
+    group = dist.new_group([0])
+    context = build_cp_context(CU, group)
+    chunk_kda(**inputs(), cp_context=context)
+    dist.destroy_process_group(group)
+    with pytest.raises(ContractError, match=r"`cp_context.group` must be a process group that exists"):
+        chunk_kda(**inputs(), cp_context=context)
 
 
 def test_the_class_of_fla_itself(group_of_one: Any) -> None:

@@ -297,6 +297,11 @@ class Split(NamedTuple):
         """All of it but the group."""
         return self[1:]
 
+    @property
+    def one_each(self) -> bool:
+        """Every piece is one local sequence: where it begins and ends is known without the boundaries."""
+        return len(self.bounds) - 1 == len(self.pieces)
+
     def rows(self, sequence: int) -> tuple[int, int]:
         return self.bounds[sequence], self.bounds[sequence + 1]
 
@@ -322,8 +327,33 @@ def read(context: Any) -> Split | None:
     """A context as the operations read it; None where it has no group: then it only packs sequences.
 
     Raises ContractError or ContractTypeError for what is no context, or one of a group this process is not
-    in. What is raised here follows from the context alone.
+    in. What is raised here follows from the context alone. A context of ours is read once, and again only
+    where its boundaries have changed in place or its group is gone.
     """
+    if not isinstance(context, ContextParallel):
+        return _read(context)
+    known: Split | None = context.__dict__.get(_SPLIT)
+    if known is None or not _holds(known, context):
+        known = _read(context)
+        object.__setattr__(context, _SPLIT, known)
+    return known
+
+
+_SPLIT = "_split"
+"""Under this name a context of ours keeps how it was read."""
+
+
+def _holds(known: Split, context: ContextParallel) -> bool:
+    import torch.distributed as dist
+
+    try:
+        there = dist.get_rank(known.group) == known.rank
+    except (ValueError, RuntimeError):
+        return False
+    return there and tuple(context.cu_seqlens_cpu.tolist()) == known.bounds
+
+
+def _read(context: Any) -> Split | None:
     for name in ("group", "cu_seqlens"):
         if not hasattr(context, name):
             raise ContractTypeError(

@@ -72,7 +72,10 @@ _pasts: weakref.WeakKeyDictionary[Any, _Past] = weakref.WeakKeyDictionary()
 
 
 def _past(group: Any) -> _Past:
-    return _pasts.setdefault(group, _Past())
+    found = _pasts.get(group)
+    if found is None:
+        found = _pasts[group] = _Past()
+    return found
 
 
 class Silence(Enum):
@@ -86,33 +89,39 @@ class PeerFailure(RuntimeError):
     """Another rank of the group raised, or called something else."""
 
 
-class Exchange:
-    """An all-gather of one tensor per rank, in flight between :meth:`send` and :meth:`receive`.
+class Terms:
+    """What an exchange carries, and what the ranks must agree on in it; the same for calls that repeat it.
 
-    ``what`` names the operation and its direction; it, the shape, the dtype, ``agreed`` and the context must
-    be the same on every rank, and so must ``of``: in a backward, the ``number`` of the forward's exchange.
-    Messages of different sizes no collective can compare: what they do is the backend's affair.
+    ``what`` names the operation and its direction; it, the shape, the dtype and ``agreed`` must be the same
+    on every rank.
     """
 
     def __init__(
-        self,
-        split: Split,
-        what: str,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
-        agreed: Mapping[str, Any] | None = None,
-        of: int = 0,
+        self, what: str, shape: tuple[int, ...], dtype: torch.dtype, agreed: Mapping[str, Any] | None = None
     ) -> None:
         import torch
 
+        self.what, self.shape, self.dtype = what, shape, dtype
+        self.bytes = torch.Size(shape).numel() * dtype.itemsize
+        items = {"shapes": (shape, str(dtype)), **(agreed or {})}
+        assert len(items) <= ITEMS
+        self.agreed = tuple(items)
+        self.number = zlib.crc32(what.encode())
+        self.digests = [*map(_digest, items.items()), *[0] * (ITEMS - len(items))]
+
+
+class Exchange:
+    """An all-gather of one tensor per rank, in flight between :meth:`send` and :meth:`receive`.
+
+    The terms and the context must be the same on every rank, and so must ``of``: in a backward, the
+    ``number`` of the forward's exchange. Messages of different sizes no collective can compare: what they do
+    is the backend's affair.
+    """
+
+    def __init__(self, split: Split, terms: Terms, device: torch.device, of: int = 0) -> None:
         self.number = 0
         """Of this exchange among those of its group, from 1; 0 before it begins."""
-        self._split, self._what, self._of = split, what, of
-        self._shape, self._dtype, self._device = shape, dtype, device
-        self._agreed = {"shapes": (shape, str(dtype)), **(agreed or {})}
-        assert len(self._agreed) <= ITEMS
-        self._bytes = torch.Size(shape).numel() * dtype.itemsize
+        self._split, self._terms, self._device, self._of = split, terms, device, of
         self._past = _Past() if split.ranks == 1 else _past(split.group)
         self._mine: Tensor | None = None
         self._work: Any = None
@@ -125,7 +134,7 @@ class Exchange:
 
         if self._mine is not None:
             return
-        size, ranks = HEADER + self._bytes, self._split.ranks
+        size, ranks = HEADER + self._terms.bytes, self._split.ranks
         carrier = _carrier(self._split, self._device)
         mine = torch.empty(size, dtype=torch.uint8, device=carrier)
         self._all = mine[None] if ranks == 1 else mine.new_empty(ranks, size)
@@ -135,7 +144,7 @@ class Exchange:
     def or_tell(self) -> Generator[None]:
         """An exception in the block reaches its caller, and before :meth:`send` every rank. One after it that
         the other ranks do not raise too leads astray: from the group's next exchange on every rank raises."""
-        self._past.proceed(self._what)
+        self._past.proceed(self._terms.what)
         with self.or_astray():
             try:
                 self.reserve()
@@ -167,12 +176,23 @@ class Exchange:
 
     def send(self, data: Tensor) -> None:
         """Start the all-gather; does not wait for it."""
-        import torch
+        self._data().copy_(data)
+        self._start(OK)
 
+    def send_rows(self, given: Mapping[int, Tensor]) -> None:
+        """As :meth:`send`, of a tensor with these rows; 0 in other rows, and behind the columns of these."""
+        data = self._data()
+        if len(given) < len(data) or any(x.shape[-1] < data.shape[-1] for x in given.values()):
+            data.zero_()
+        for i, x in given.items():
+            data[i, ..., : x.shape[-1]] = x
+        self._start(OK)
+
+    def _data(self) -> Tensor:
+        """Where this rank's data lies in its message."""
         self.reserve()
         assert self._mine is not None
-        self._mine[HEADER:].copy_(data.contiguous().view(-1).view(torch.uint8))
-        self._start(OK)
+        return self._mine[HEADER:].view(self._terms.dtype).view(self._terms.shape)
 
     def tell(self, error: BaseException) -> None:
         """Take part with an error in place of the data; not in a group whose ranks are astray.
@@ -185,7 +205,7 @@ class Exchange:
             return
         self.reserve()
         assert self._mine is not None
-        text = f"{type(error).__name__}: {error}".encode()[: self._bytes]
+        text = f"{type(error).__name__}: {error}".encode()[: self._terms.bytes]
         self._mine.zero_()
         self._mine[HEADER : HEADER + len(text)].copy_(torch.tensor(list(text), dtype=torch.uint8))
         self._start(FAILED, len(text))
@@ -203,7 +223,7 @@ class Exchange:
         not wait. It means nothing until :meth:`confirm` has returned."""
         self._wait()
         self._headers = _on_host(self._all[:, :HEADER])
-        data = self._all[:, HEADER:].view(self._dtype).view(self._split.ranks, *self._shape)
+        data = self._all[:, HEADER:].view(self._terms.dtype).view(self._split.ranks, *self._terms.shape)
         return data.to(self._device)
 
     def confirm(self) -> None:
@@ -214,21 +234,22 @@ class Exchange:
         if failed:
             text = bytes(self._all[failed[0], HEADER : HEADER + words[failed[0]][TEXT]].cpu().tolist())
             raise PeerFailure(
-                f"{self._what}: rank {failed[0]} of the context-parallel group raised "
+                f"{self._terms.what}: rank {failed[0]} of the context-parallel group raised "
                 f"{text.decode(errors='replace')}"
             )
-        self._past.proceed(self._what)
+        self._past.proceed(self._terms.what)
+        what, agreed = self._terms.what, self._terms.agreed
         for r, values in enumerate(digests):
-            differ = [n for n, mine, first in zip(self._agreed, values, digests[0]) if mine != first]
+            differ = [n for n, mine, first in zip(agreed, values, digests[0]) if mine != first]
             if differ:
                 raise PeerFailure(
-                    f"{self._what}: ranks 0 and {r} of the context-parallel group called with different "
-                    f"{', '.join(differ)}; these must agree: {', '.join(self._agreed)}"
+                    f"{what}: ranks 0 and {r} of the context-parallel group called with different "
+                    f"{', '.join(differ)}; these must agree: {', '.join(agreed)}"
                 )
         for r, word in enumerate(words):
             if 0 not in (word[CONTEXT], words[0][CONTEXT]) and word[CONTEXT] != words[0][CONTEXT]:
                 raise PeerFailure(
-                    f"{self._what}: ranks 0 and {r} of the context-parallel group called with different "
+                    f"{what}: ranks 0 and {r} of the context-parallel group called with different "
                     "contexts; boundaries, layout and reduce_gradients must agree"
                 )
 
@@ -265,18 +286,17 @@ class Exchange:
         import torch.distributed as dist
 
         assert self._mine is not None
-        what, past = zlib.crc32(self._what.encode()), self._past
-        words = status, text, what, self._split.fingerprint, past.unheard, self._of
-        digests = [_digest(item) for item in self._agreed.items()]
-        header = struct.pack(LAYOUT, *words, *digests, *[0] * (ITEMS - len(digests)))
+        terms, past = self._terms, self._past
+        words = status, text, terms.number, self._split.fingerprint, past.unheard, self._of
+        header = struct.pack(LAYOUT, *words, *terms.digests)
         self._mine[:HEADER].copy_(_pinned(bytearray(header), self._mine), non_blocking=True)
         if self._split.ranks > 1:
             library: Any = dist  # the collective has its new name since torch 2.13
             gather = getattr(library, "all_gather_single", None) or library.all_gather_into_tensor
             self._work = gather(self._all.view(-1), self._mine, group=self._split.group, async_op=True)
             self._past.unread = self
-        self._past.exchanges += 1
-        self.number = self._past.exchanges
+        past.exchanges += 1
+        self.number = past.exchanges
 
     def _wait(self) -> None:
         if self._work is not None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from kernel_fun._common.exchange import Exchange, Silence, agreed_size, failing, reduce_over
+from kernel_fun._common.exchange import Exchange, Silence, Terms, agreed_size, failing, reduce_over
 from kernel_fun.cconv import autograd
 from kernel_fun.cconv.call import TENSORS, Call
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 FORWARD, BACKWARD = "causal_conv1d forward", "causal_conv1d backward"
 
 
-def failing_together(arguments: dict[str, Any]) -> AbstractContextManager[None]:
+def failing_together(arguments: dict[str, Any]) -> AbstractContextManager[Split | None]:
     """Around what a rank checks before its forward: its exception reaches every rank of the cp group."""
 
     def exchange(split: Split) -> Exchange | Silence:
@@ -47,7 +47,7 @@ def failing_together(arguments: dict[str, Any]) -> AbstractContextManager[None]:
             return Silence.NOBODY_WAITS
         device = next(iter(given.values())).device
         shape = (len(split.pieces), sizes[1] - 1, sizes[0])
-        return Exchange(split, FORWARD, shape, torch.float64 if wide else torch.float32, device)
+        return Exchange(split, Terms(FORWARD, shape, torch.float64 if wide else torch.float32), device)
 
     return failing(arguments["cp_context"], exchange)
 
@@ -299,7 +299,7 @@ def _exchange(
     D, W = weight
     if not _exchanges(split, W):
         return None
-    return Exchange(split, what, (len(split.pieces), W - 1, D), dtype, device, agreed, of)
+    return Exchange(split, Terms(what, (len(split.pieces), W - 1, D), dtype, agreed), device, of)
 
 
 def _telling(exchange: Exchange | None) -> AbstractContextManager[object]:

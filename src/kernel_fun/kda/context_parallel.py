@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from kernel_fun._common.exchange import Exchange, Silence, agreed_size, failing, reduce_over
+from kernel_fun._common.exchange import Exchange, Silence, Terms, agreed_size, failing, reduce_over
 from kernel_fun.kda import chain, context_rows
 from kernel_fun.kda.autograd import _NoDoubleBackward, intermediate_states, undisturbed
 from kernel_fun.kda.call import TENSORS, Call
@@ -55,6 +55,8 @@ if TYPE_CHECKING:
     from kernel_fun._common.plan import Plan
 
 FORWARD, BACKWARD = "chunk_kda forward", "chunk_kda backward"
+Begun = tuple[Call, Intra] | None
+"""Of a call cut into rows: these, and their Intra."""
 
 
 def failing_together(arguments: dict[str, Any]) -> AbstractContextManager[Split | None]:
@@ -72,7 +74,7 @@ def failing_together(arguments: dict[str, Any]) -> AbstractContextManager[Split 
             return Silence.UNKNOWN_SIZE
         is_wide = any(x.dtype == torch.float64 for x in given.values())
         dtype, device = torch.float64 if is_wide else torch.float32, next(iter(given.values())).device
-        return Exchange(split, FORWARD, message(split, *told), dtype, device)
+        return Exchange(split, Terms(FORWARD, message(split, *told), dtype), device)
 
     return failing(arguments["cp_context"], exchange)
 
@@ -97,12 +99,14 @@ def _sizes_told(given: dict[str, Tensor], v_first: bool) -> tuple[int, int, int]
 
 def run(call: Call, plan: Plan) -> Any:
     """Forward with or without a graph. (o, final_state), or a 3-tuple with the chunk states."""
-    exchange = Exchange(*_facts(call, FORWARD, plan))
+    exchange = Exchange(_split(call), _terms(call, FORWARD, plan), call.q.device)
     if plan.problem.needs_grad:
         with exchange.or_astray():  # a hook of saved tensors may raise
-            return ContextParallelKDA.apply(call, plan, exchange, *call.tensors())
+            begun = begin(call, plan, exchange)
+            return ContextParallelKDA.apply(call, plan, exchange, begun, *call.tensors())
+    begun = begin(call, plan, exchange)
     with undisturbed(call):
-        out, _ = forward(call, plan, exchange)
+        out, _ = forward(call, plan, exchange, begun)
     if not call.return_intermediate_states:
         return out.o, out.ht
     return out.o, out.ht, intermediate_states(call, out)
@@ -114,13 +118,14 @@ class ContextParallelKDA(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Call, plan: Plan, exchange: Exchange, *tensors: Tensor | None
+        ctx: Any, call: Call, plan: Plan, exchange: Exchange, begun: Begun, *tensors: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         with undisturbed(call):
-            out, carried = forward(call, plan, exchange)
+            out, carried = forward(call, plan, exchange, begun)
         ctx.call, ctx.plan = call.without_tensors(), plan
         # a rank whose saved tensors are gone or changed can still make the exchange, and tell
-        ctx.exchange = partial(Exchange, *_facts(call, BACKWARD, plan), exchange.number)
+        terms = _terms(call, BACKWARD, plan)
+        ctx.exchange = partial(Exchange, _split(call), terms, call.q.device, exchange.number)
         ctx.save_for_backward(*tensors, *out.intra, out.h, out.v_new, *carried)
         ctx.set_materialize_grads(False)
         return out.o, out.ht
@@ -144,15 +149,25 @@ class ContextParallelKDA(torch.autograd.Function):
         results = (*grads, dh0)
         if torch.is_grad_enabled():
             results = _NoDoubleBackward.apply(len(results), *results, *saved[:n], do, dht)
-        return (None, None, None, *results)
+        return (None, None, None, None, *results)
 
 
-def forward(call: Call, plan: Plan, exchange: Exchange) -> tuple[chain.Forward, Carried]:
+def begin(call: Call, plan: Plan, exchange: Exchange) -> Begun:
+    """What of a forward can be under way on the device while autograd prepares a node for it."""
+    split = _split(call)
+    if not split.one_each:
+        return None
+    with exchange.or_tell(), undisturbed(call):
+        return context_rows.begin(call, plan, split)
+
+
+def forward(call: Call, plan: Plan, exchange: Exchange, begun: Begun) -> tuple[chain.Forward, Carried]:
     """Summaries, one all-gather, the fold, the ordinary scan."""
     split = _split(call)
     with exchange.or_tell():
-        path = context_rows.forward if context_rows.holds(split) else _forward
-        return path(call, plan, split, exchange)
+        if begun is not None:
+            return context_rows.forward(call, plan, split, exchange, begun)
+        return _forward(call, plan, split, exchange)
 
 
 def _forward(call: Call, plan: Plan, split: Split, exchange: Exchange) -> tuple[chain.Forward, Carried]:
@@ -162,7 +177,7 @@ def _forward(call: Call, plan: Plan, split: Split, exchange: Exchange) -> tuple[
     transitions: list[Tensor] = []
     fwd_intra = cast(FwdIntra, plan.load("fwd_intra"))
     fwd_state = cast(FwdState, plan.load("fwd_state"))
-    summaries = zeros(call, message(split, *sizes(call)))
+    summaries: dict[int, Tensor] = {}
     for i, piece in enumerate(split.pieces):
         if not piece.post:
             continue
@@ -171,9 +186,9 @@ def _forward(call: Call, plan: Plan, split: Split, exchange: Exchange) -> tuple[
         chain._settle(call)
         summaries[i] = _summary(rows, done[piece.last], call, split, piece, fwd_state)
         if piece.passes_through:
-            transitions.append(summaries[i, ..., call.v.shape[3] :].clone())
+            transitions.append(summaries[i][..., call.v.shape[3] :].clone())
     chain._settle(call)
-    exchange.send(summaries)
+    exchange.send_rows(summaries)
     for sequences in runs:
         if sequences.start not in done:
             done[sequences.start] = fwd_intra(_rows(call, split, sequences))
@@ -208,7 +223,7 @@ def backward(
     do, dht = upstream
     if do is None:
         do = call.v.new_zeros(call.v.shape, dtype=call.q.dtype)
-    path = context_rows.backward if context_rows.holds(split) else _backward
+    path = context_rows.backward if split.one_each else _backward
     grads, dh0 = path(call, plan, split, exchange, intra, carried, (do, dht), kept)
     dh0 = None if call.initial_state is None or dh0 is None else dh0.to(call.initial_state.dtype)
     if split.reduce_gradients:
@@ -234,25 +249,24 @@ def _backward(
     whole = _with_states(call, split, carried.states)
     scan: ReverseScan | None = None
     bwd_state = cast(BwdState, plan.load("bwd_state"))
-    summaries = zeros(call, message(split, *sizes(call)))
-    local = summaries[..., : call.v.shape[3]]
+    summaries: dict[int, Tensor] = {}
     if not split.ended_elsewhere():
         chunks = sum(_chunks(split, n, call.BT) for n in range(len(split.bounds) - 1))
         scan = bwd_state(whole, intra, do, dht, *unread(whole, chunks))
         for i, piece in enumerate(split.pieces):
             if piece.pre:
                 assert scan.dh0 is not None
-                local[i] = k_first(scan.dh0[piece.first], call)
+                summaries[i] = k_first(scan.dh0[piece.first], call)
     else:
         transitions = iter(carried.transitions)
         for i, piece in enumerate(split.pieces):
             if not piece.pre:
                 continue
-            local[i] = _gradient(call, split, piece, intra, do, dht, bwd_state)
+            summaries[i] = _gradient(call, split, piece, intra, do, dht, bwd_state)
             if piece.passes_through:
-                summaries[i, ..., call.v.shape[3] :] = next(transitions).mT
+                summaries[i] = torch.cat((summaries[i], next(transitions).mT), -1)
     chain._settle(call)
-    exchange.send(summaries)
+    exchange.send_rows(summaries)
     h, v_new = kept
     if h is None or v_new is None:
         fwd_state = cast(FwdState, plan.load("fwd_state"))
@@ -271,13 +285,12 @@ def _backward(
 
 def _summary(rows: Call, intra: Intra, call: Call, split: Split, piece: Piece, fwd_state: FwdState) -> Tensor:
     """[S_loc | M] ``[HV, K, V + K]`` of a piece's last sequence; where it begins in the piece, the state it
-    reaches from its initial state, and M = 0: nothing is folded into it."""
+    reaches from its initial state, ``[HV, K, V]``: nothing is folded into it."""
     HV, K, V = sizes(call)
     if not piece.passes_through:
         own = None if call.initial_state is None else call.initial_state[piece.last : piece.last + 1]
         start = None if own is None else k_first(own, call)
-        ht = final_states(rows, intra, start, fwd_state)[0]
-        return torch.cat((ht, ht.new_zeros(HV, K, K)), -1)
+        return final_states(rows, intra, start, fwd_state)[0]
     B, L = rows.q.shape[:2]
     values = torch.cat((rows.v, rows.v.new_zeros(B, L, HV, K)), -1)
     identity = torch.eye(K, dtype=call.wide(), device=call.q.device)
@@ -407,19 +420,22 @@ def _split(call: Call) -> Split:
     return call.split
 
 
-def _facts(call: Call, what: str, plan: Plan) -> tuple[Any, ...]:
-    """Of an exchange, its arguments but ``of``; no tensor."""
-    p, split = plan.problem, _split(call)
-    agreed = {
-        "H": p.H,
-        "dtypes of the inputs": p.dtypes,
-        "gate": p.gate,
-        "beta": p.beta_mode,
-        "l2norm": p.l2norm,
-        "need of a gradient": p.needs_grad,
-        "scale": call.scale,
-        "lower_bound": call.lower_bound,
-        "A_log": call.A_log is None,
-        "dt_bias": call.dt_bias is None,
-    }
-    return split, what, message(split, *sizes(call)), call.wide(), call.q.device, agreed
+def _terms(call: Call, what: str, plan: Plan) -> Terms:
+    """Of the exchange of a call, worked out once for calls with its facts."""
+    found = call.notes.get(what)
+    if found is None:
+        p = plan.problem
+        agreed = {
+            "H": p.H,
+            "dtypes of the inputs": p.dtypes,
+            "gate": p.gate,
+            "beta": p.beta_mode,
+            "l2norm": p.l2norm,
+            "need of a gradient": p.needs_grad,
+            "scale": call.scale,
+            "lower_bound": call.lower_bound,
+            "A_log": call.A_log is None,
+            "dt_bias": call.dt_bias is None,
+        }
+        found = call.notes[what] = Terms(what, message(_split(call), *sizes(call)), call.wide(), agreed)
+    return found

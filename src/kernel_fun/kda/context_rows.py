@@ -31,7 +31,6 @@ from kernel_fun.kda.summaries import (
     final_states,
     fold,
     k_first,
-    message,
     part,
     sizes,
     unread,
@@ -53,11 +52,6 @@ ROWS: int | None = None
 """Of a piece, where a test or a measurement says how many; None: as many as fill the GPU."""
 
 
-def holds(split: Split) -> bool:
-    """Whether every piece is a single local sequence."""
-    return all(piece.first == piece.last for piece in split.pieces)
-
-
 def count(call: Call, split: Split) -> int:
     """Rows a piece is cut into: as many as fill the GPU with the widest tiles of V that scans have."""
     if not split.begun_elsewhere() and not split.ended_elsewhere():
@@ -69,19 +63,34 @@ def count(call: Call, split: Split) -> int:
     return next((n for n in range(most, 1, -1) if split.piece_rows % (n * BT) == 0), 1)
 
 
-def forward(call: Call, plan: Plan, split: Split, exchange: Exchange) -> tuple[chain.Forward, Carried]:
-    """See :func:`kernel_fun.kda.context_parallel.forward`."""
-    S = count(call, split)
+def begin(call: Call, plan: Plan, split: Split) -> tuple[Call, Intra]:
+    """The call as rows, and their Intra. Rows of whole chunks have the chunks of the tokens as they were
+    given; then fwd_intra reads those, and is launched before anything else is done."""
     fwd_intra = cast(FwdIntra, plan.load("fwd_intra"))
-    fwd_state = cast(FwdState, plan.load("fwd_state"))
-    rows = part(call, lambda x: _cut(x, S * len(split.pieces)))
-    intra = fwd_intra(rows)
+    n = count(call, split) * len(split.pieces)
+    if call.q.shape[1] % (n * call.BT):
+        rows = part(call, lambda x: _cut(x, n))
+        return rows, fwd_intra(rows)
+    whole = fwd_intra(part(call, lambda x: x))
+    A, Aqk, q_rstd, k_rstd = (None if x is None else _cut(x, n) for x in whole[:4])
+    assert A is not None
+    assert Aqk is not None
+    return part(call, lambda x: _cut(x, n)), Intra(A, Aqk, q_rstd, k_rstd, whole.total)
+
+
+def forward(
+    call: Call, plan: Plan, split: Split, exchange: Exchange, begun: tuple[Call, Intra]
+) -> tuple[chain.Forward, Carried]:
+    """See :func:`kernel_fun.kda.context_parallel.forward`. ``begun``: what :func:`begin` gave."""
+    rows, intra = begun
+    S = rows.q.shape[0] // len(split.pieces)
     chain._settle(call)
+    fwd_state = cast(FwdState, plan.load("fwd_state"))
     own = _own(call.initial_state, call, split.begun_elsewhere())
     composed, transitions = _summaries(split, S, rows, intra, own, fwd_state)
     chain._settle(call)
     given = {i: composed[i][-1] for i, piece in enumerate(split.pieces) if piece.post}
-    exchange.send(_message(call, split, given))
+    exchange.send_rows(given)
     gathered = exchange.arrive()
     states = _states(call, split, S, own, _before(gathered, split, call), composed)
     states = None if states is None else states.flatten(0, 1)
@@ -128,7 +137,7 @@ def backward(
         composed = _reverse_summaries(split, S, rows, intra, carried.transitions, do, own, bwd_state)
     chain._settle(call)
     given = {i: composed[i][0] for i, piece in enumerate(split.pieces) if piece.pre}
-    exchange.send(_message(call, split, given))
+    exchange.send_rows(given)
     gathered = exchange.arrive()
     h, v_new = kept
     if h is None or v_new is None:
@@ -173,7 +182,7 @@ def _summaries(
         nothing = few.v.new_zeros(1, T, 1, K).expand(B, T, HV, K)
         few = few.like(notes=few.notes, v=nothing)
         identity = torch.eye(K, dtype=local.dtype, device=local.device).expand(len(mapped), HV, K, K)
-        M = final_states(few, their, identity.contiguous(), fwd_state)
+        M = final_states(few, their, identity, fwd_state)
     found: dict[int, Tensor] = {}
     for i, piece in enumerate(pieces):
         through, at = piece.pre > 0, range(i * S, (i + 1) * S if piece.post else (i + 1) * S - 1)
@@ -252,7 +261,7 @@ def _states(
     if S > 1:
         for i, summaries in composed.items():
             beside = summaries[1 - S :] if backwards else summaries[: S - 1]
-            found[i, inner] = apply(beside, came.get(i), call.v.shape[3])
+            apply(beside, came.get(i), found[i, inner])
     return found
 
 
@@ -279,14 +288,6 @@ def _asked(states: Tensor, S: int, row: int, others: list[int], call: Call) -> T
     """Of every piece the state of one of its rows, in the caller's layout, 0 where another rank answers."""
     mine = states if S == 1 else states[row::S].clone()
     return as_asked(without(mine, others), call).detach()
-
-
-def _message(call: Call, split: Split, given: dict[int, Tensor]) -> Tensor:
-    """What this rank gives: a summary of each of these pieces, M or not, and 0 of the others."""
-    found = zeros(call, message(split, *sizes(call)))
-    for i, summary in given.items():
-        found[i, ..., : summary.shape[-1]] = summary
-    return found
 
 
 def _reverse(call: Call, intra: Intra, do: Tensor, dht: Tensor | None, bwd_state: BwdState) -> ReverseScan:

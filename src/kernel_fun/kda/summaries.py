@@ -38,9 +38,9 @@ def fold(gathered: Tensor, split: Split, slots: range, V: int) -> Tensor:
     S: Tensor | None = None
     for slot in slots:
         rank, part = split.home(slot)
-        summary = gathered[rank, part].double()
-        local, M = summary[..., :V], summary[..., V:]
-        S = local if S is None else torch.baddbmm(local, M, S)
+        summary = gathered[rank, part]
+        local = summary[..., :V].double()
+        S = local if S is None else torch.baddbmm(local, summary[..., V:].double(), S)
     assert S is not None
     return S
 
@@ -51,14 +51,18 @@ def compose(local: Tensor, M: Tensor | None, through: bool, *, backwards: bool =
 
     Without ``through`` the outermost S_loc begins at what was beyond all of them, and there is no M of them:
     ``[runs, HV, K, V]``, from an M of all runs but the outermost, ``[runs - 1, HV, K, K]``.
+
+    With M the runs of a head stand together in memory, so that :func:`apply` is one product a head.
     """
-    runs, V = local.shape[0], local.shape[-1]
-    K = M.shape[-1] if through and M is not None else 0
-    found = local.new_zeros(*local.shape[:-1], V + K, dtype=torch.float64)
-    found[..., :V] = local
-    if M is None:
+    runs, HV, K, V = local.shape
+    wide = None if M is None else M.double()
+    if wide is None or not through:
+        found = local.to(torch.float64, copy=True)
+    else:
+        found = local.new_zeros(HV, runs, K, V + K, dtype=torch.float64).transpose(0, 1)
+        found[..., :V] = local
+    if wide is None:
         return found
-    wide = M.double()
     order = range(runs - 1, -1, -1) if backwards else range(runs)
     if through:
         found[order[0], ..., V:] = wide[order[0]]
@@ -67,10 +71,17 @@ def compose(local: Tensor, M: Tensor | None, through: bool, *, backwards: bool =
     return found
 
 
-def apply(summaries: Tensor, S: Tensor | None, V: int) -> Tensor:
-    """``M S + S_loc`` of each summary ``[runs, HV, K, V + K]``; S_loc where S is None."""
+def apply(summaries: Tensor, S: Tensor | None, out: Tensor) -> None:
+    """``M S + S_loc`` of each summary ``[runs, HV, K, V + K]`` into ``out`` ``[runs, HV, K, V]``; S_loc where
+    S is None."""
+    runs, _, K, V = out.shape
     local = summaries[..., :V]
-    return local if S is None else local + summaries[..., V:] @ S
+    if S is None:
+        out.copy_(local)
+        return
+    by_head = summaries.transpose(0, 1).flatten(1, 2)
+    carried = torch.bmm(by_head[..., V:], S).unflatten(1, (runs, K)).transpose(0, 1)
+    torch.add(local, carried, out=out)
 
 
 def part(
@@ -129,8 +140,10 @@ def as_asked(states: Tensor, call: Call) -> Tensor:
 
 
 def message(split: Split, HV: int, K: int, V: int) -> tuple[int, ...]:
-    """Shape of what a rank gives to an all-gather: ``[S | M]`` of each of its pieces."""
-    return (len(split.pieces), HV, K, V + K)
+    """Shape of what a rank gives to an all-gather: ``[S | M]`` of each of its pieces; S alone where there are
+    two slots, and no third between them that a state passes through."""
+    pieces = len(split.pieces)
+    return (pieces, HV, K, V + K if split.ranks * pieces > 2 else V)
 
 
 def sizes(call: Call) -> tuple[int, int, int]:

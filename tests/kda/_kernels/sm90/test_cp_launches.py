@@ -25,8 +25,8 @@ def second_of_three(monkeypatch):
     """This process counts as rank 1 of 3; the others send 0."""
     monkeypatch.setattr(context_parallel, "_membership", lambda name, group: (1, 3))
     monkeypatch.setattr(Exchange, "reserve", lambda self: None)
-    monkeypatch.setattr(Exchange, "send", lambda self, data: None)
-    monkeypatch.setattr(Exchange, "arrive", lambda self: torch.zeros(3, *self._shape))
+    monkeypatch.setattr(Exchange, "send_rows", lambda self, given: None)
+    monkeypatch.setattr(Exchange, "arrive", lambda self: torch.zeros(3, *self._terms.shape))
     monkeypatch.setattr(Exchange, "confirm", lambda self: None)
 
 
@@ -82,7 +82,7 @@ def test_every_slot_reaches_the_kernels(which, form, launched, monkeypatch):  # 
     summaries = sum(piece.post > 0 for piece in split.pieces)
     waits = bool(split.ended_elsewhere())
     reverse_summaries = waits * sum(piece.pre > 0 for piece in split.pieces)
-    if context_rows.holds(split):  # all of them at once, and M by itself
+    if split.one_each:  # all of them at once, and M by itself
         summaries = 0 if not waits else 1 if which == "begins" else 2
         reverse_summaries = int(waits and which != "begins")
     assert forward.count("fwd_state") == 1 + summaries
@@ -126,3 +126,36 @@ def test_boundaries_of_another_dtype_are_another_call(launched, monkeypatch):  #
         del x["cu_seqlens"]
         chunk_kda(**x, use_qk_l2norm_in_kernel=True, cp_context=ctx)
     assert len(planned) == 2
+
+
+def test_boundaries_that_no_kernel_reads_stay_where_they_are(launched, monkeypatch):  # noqa: F811
+    """Of a call that is known: what holds one sequence is cut into rows."""
+    moved = []
+    real = context_parallel.local_boundaries
+    monkeypatch.setattr(context_parallel, "local_boundaries", lambda *a: moved.append(a) or real(*a))
+    for which, more in (("in two rows", 0), ("two open", 1)):
+        ctx = CONTEXTS[which]
+        x = inputs(cu=ctx.cu_seqlens.tolist(), T=int(ctx.cu_seqlens[-1]))
+        del x["cu_seqlens"]
+        chunk_kda(**x, cp_context=ctx)
+        del moved[:]
+        chunk_kda(**x, cp_context=ctx)
+        assert len(moved) == more
+
+
+def test_the_first_kernel_is_launched_before_autograd_makes_a_node(launched, monkeypatch):  # noqa: F811
+    from kernel_fun.kda import context_parallel as ranks
+
+    class Made(Exception):
+        pass
+
+    def apply(*args):
+        raise Made
+
+    monkeypatch.setattr(ranks.ContextParallelKDA, "apply", apply)
+    ctx = CONTEXTS["in two rows"]
+    x = inputs(cu=ctx.cu_seqlens.tolist(), T=int(ctx.cu_seqlens[-1]))
+    del x["cu_seqlens"]
+    with pytest.raises(Made):
+        chunk_kda(**x, cp_context=ctx)
+    assert [name for name, _ in launched] == ["fwd_intra"]

@@ -148,7 +148,7 @@ def _again(call: Call, scan: Any) -> Again | None:
             if torch.are_deterministic_algorithms_enabled():
                 return None
             ready = q.new_empty(intra.ready, dtype=torch.int32)
-        by_head = None if dt_bias is None else dt_bias.as_strided((HV, K), (K, 1))
+        by_head = None if dt_bias is None else dt_bias.view(HV, K)
         h0 = None if h0 is None else h0.detach()
         found = Intra(*intra_kernel.launch(intra, q, k, g, beta, A_log, dt_bias, None, ready))
         o, ht, _, _ = state_kernel.launch(
@@ -294,7 +294,7 @@ def _operands(call: Call) -> tuple[Any, ...]:
             q, k, v, g, beta = [x.detach() for x in (q, k, v, g, beta)]
             A_log, dt_bias = [None if x is None else x.detach() for x in (A_log, dt_bias)]
         HV, K = g.shape[2:]
-        by_head = None if dt_bias is None else dt_bias.as_strided((HV, K), (K, 1))
+        by_head = None if dt_bias is None else dt_bias.view(HV, K)
         found = call.scratch["operands"] = q, k, v, g, beta, A_log, dt_bias, by_head
     return found
 
