@@ -33,18 +33,21 @@ from .shapes import SHAPES
 
 COLD = (("kimi_8k", "bounded"), ("b8_4k_h32", "softplus_random"))
 SMALL = {"B": 1, "T": 512, "H": 32, "K": 128, "V": 128}
-REPEATS = 100
+REPEATS, WARM_S = 200, 0.5
+"""Calls that are timed, and seconds of calls before them: a process that has just begun, on a host that was
+idle, is slower than one at work."""
 
 
 def median_us(call: Callable[[], Any], device: torch.device) -> float:
     """Median host time of a warm call, begun on an idle device."""
     taken: list[float] = []
-    for i in range(REPEATS + 5):
+    warm_until = time.perf_counter() + WARM_S
+    while len(taken) < REPEATS:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         start = time.perf_counter()
         call()
-        if i >= 5:
+        if start > warm_until:
             taken.append(time.perf_counter() - start)
     return statistics.median(taken) * 1e6
 
@@ -102,7 +105,7 @@ def warm(device: torch.device, sizes: dict[str, int]) -> dict[str, float]:
     found["forward and backward"] = median_us(both, device)
     with backward_timed() as taken:
         median_us(both, device)
-    found["of which backward"] = statistics.median(taken[5:]) * 1e6
+    found["of which backward"] = statistics.median(taken[-REPEATS:]) * 1e6
     with torch.autograd.set_multithreading_enabled(False):
         found["forward and backward, one thread"] = median_us(both, device)
     passes = found["forward"], found["of which backward"]

@@ -27,6 +27,7 @@ def test_the_host_s_time_of_a_call(
 ) -> None:
     monkeypatch.setattr(host, "SMALL", {"B": 1, "T": 64, "H": 1, "K": 16, "V": 16})
     monkeypatch.setattr(host, "REPEATS", 3)
+    monkeypatch.setattr(host, "WARM_S", 0.0)
     fresh = {"cold_s": 1.5}
     monkeypatch.setattr(host.probe, "in_fresh_process", lambda *what: fresh)
     backward = autograd.ChunkKDA.backward
