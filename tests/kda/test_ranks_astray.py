@@ -14,7 +14,10 @@ from test_context_parallel import PACKINGS, broken, compare
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from kernel_fun.cconv import causal_conv1d
+from kernel_fun.cconv.context_parallel import CausalConv1dParallel
 from kernel_fun.kda import build_cp_context, chunk_kda
+from kernel_fun.kda.context_parallel import ContextParallelKDA
 from ranks import Ranks, a_group_like
 
 ONE = Problem(PACKINGS["one sequence"], states=False)
@@ -226,3 +229,32 @@ def test_ranks_that_have_been_astray_stay_so(ranks: Ranks) -> None:
     assert "`v` must be a torch.Tensor" in first.pop(0)
     assert "`v` must be a torch.Tensor" in second.pop(1)
     assert all(text.startswith("PeerFailure") and ASTRAY in text for text in (*first, *second))
+
+
+def no_node(group: Any, p: Problem) -> list[str]:
+    """Rank 0 cannot make a node of autograd, for a convolution and for chunk_kda, once each."""
+    context, said = build_cp_context(torch.tensor(p.cu), a_group_like(group)), list[str]()
+    x = leaves(p, context)
+    weight = torch.ones(x["v"].shape[-1], 3, dtype=x["v"].dtype, requires_grad=True)
+
+    def convolve() -> Any:
+        return causal_conv1d(x["v"][:, :, 0], weight, cp_context=context)
+
+    def call() -> Any:
+        return p.call(x, cp_context=context)
+
+    for node, step in ((CausalConv1dParallel, convolve), (ContextParallelKDA, call)):
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank(group) == 0:
+                patch.setattr(node, "apply", broken)
+            attempt(said, step)
+        attempt(said, step)
+    return said
+
+
+def test_a_rank_whose_node_cannot_be_made_is_heard(ranks: Ranks) -> None:
+    first, second = ranks.run(2, no_node, ONE)
+    assert first == ["MemoryError: out of memory in a kernel", "returned"] * 2
+    assert second[1::2] == ["returned"] * 2
+    for answer in second[::2]:
+        assert "rank 0 of the context-parallel group raised MemoryError: out of memory" in answer

@@ -145,28 +145,20 @@ class Exchange:
         """An exception in the block reaches its caller, and before :meth:`send` every rank. One after it that
         the other ranks do not raise too leads astray: from the group's next exchange on every rank raises."""
         self._past.proceed(self._terms.what)
-        with self.or_astray():
-            try:
-                self.reserve()
-            except BaseException:
-                self._unheard()
-                raise
-            try:
-                yield
-            except BaseException as error:
-                if not self.number:
-                    self._over = True
-                    _tell(error, self._split.group, lambda: self)
-                raise
-
-    @contextlib.contextmanager
-    def or_astray(self) -> Generator[None]:
-        """An exception in the block, once this rank has sent, is one that no other rank hears of."""
+        try:
+            self.reserve()
+        except BaseException:
+            self._unheard()
+            raise
         try:
             yield
         except BaseException as error:
-            if self.number and not isinstance(error, (PeerFailure, *_stops())):
-                self._unheard()
+            if self.number:
+                if not isinstance(error, (PeerFailure, *_stops())):
+                    self._unheard()
+            elif not self._over:
+                self._over = True
+                _tell(error, self._split.group, lambda: self)
             raise
 
     def _unheard(self) -> None:

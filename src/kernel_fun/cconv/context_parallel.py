@@ -68,13 +68,12 @@ def _sizes_told(given: dict[str, Tensor], taps: Any) -> tuple[int, int] | None:
 def run(call: Call, plan: Plan) -> tuple[Tensor, Tensor | None]:
     """Forward with or without a graph: (y, final state)."""
     exchange = _exchange_of_forward(call, plan)
-    if plan.problem.needs_grad:
-        # a hook of saved tensors may raise
-        with nullcontext() if exchange is None else exchange.or_astray():
+    with _telling(exchange):
+        if plan.problem.needs_grad:
             return CausalConv1dParallel.apply(call, plan, exchange, *call.tensors())
-    with torch.no_grad():
-        y, ht, _ = forward(call, plan, exchange)
-        return y, ht
+        with torch.no_grad():
+            y, ht, _ = forward(call, plan, exchange)
+            return y, ht
 
 
 class CausalConv1dParallel(torch.autograd.Function):
@@ -123,16 +122,15 @@ def forward(call: Call, plan: Plan, exchange: Exchange | None) -> tuple[Tensor, 
     ``[pieces, W-1, D]``, 0 where its first sequence begins there."""
     split = _split(call)
     W, D = call.weight.shape[1], call.x.shape[2]
-    with _telling(exchange):
-        plan.load("fwd")
-        before = torch.zeros(len(split.pieces), W - 1, D, dtype=_wide(call.x), device=call.x.device)
-        if exchange is not None:
-            exchange.send(torch.stack([_tail(call, split, piece) for piece in split.pieces]))
-            gathered = exchange.receive()
-            for i, piece in enumerate(split.pieces):
-                if piece.pre:
-                    before[i] = _history(gathered, split, piece)
-        y, ht = autograd.forward(_with_inputs_before(call, split, before), plan)
+    plan.load("fwd")
+    before = torch.zeros(len(split.pieces), W - 1, D, dtype=_wide(call.x), device=call.x.device)
+    if exchange is not None:
+        exchange.send(torch.stack([_tail(call, split, piece) for piece in split.pieces]))
+        gathered = exchange.receive()
+        for i, piece in enumerate(split.pieces):
+            if piece.pre:
+                before[i] = _history(gathered, split, piece)
+    y, ht = autograd.forward(_with_inputs_before(call, split, before), plan)
     return y, None if ht is None else _without(ht, split.ended_elsewhere()), before
 
 

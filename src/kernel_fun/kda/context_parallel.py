@@ -100,13 +100,12 @@ def _sizes_told(given: dict[str, Tensor], v_first: bool) -> tuple[int, int, int]
 def run(call: Call, plan: Plan) -> Any:
     """Forward with or without a graph. (o, final_state), or a 3-tuple with the chunk states."""
     exchange = Exchange(_split(call), _terms(call, FORWARD, plan), call.q.device)
-    if plan.problem.needs_grad:
-        with exchange.or_astray():  # a hook of saved tensors may raise
-            begun = begin(call, plan, exchange)
+    with exchange.or_tell():
+        begun = begin(call, plan)
+        if plan.problem.needs_grad:
             return ContextParallelKDA.apply(call, plan, exchange, begun, *call.tensors())
-    begun = begin(call, plan, exchange)
-    with undisturbed(call):
-        out, _ = forward(call, plan, exchange, begun)
+        with undisturbed(call):
+            out, _ = forward(call, plan, exchange, begun)
     if not call.return_intermediate_states:
         return out.o, out.ht
     return out.o, out.ht, intermediate_states(call, out)
@@ -152,22 +151,21 @@ class ContextParallelKDA(torch.autograd.Function):
         return (None, None, None, None, *results)
 
 
-def begin(call: Call, plan: Plan, exchange: Exchange) -> Begun:
+def begin(call: Call, plan: Plan) -> Begun:
     """What of a forward can be under way on the device while autograd prepares a node for it."""
     split = _split(call)
     if not split.one_each:
         return None
-    with exchange.or_tell(), undisturbed(call):
+    with undisturbed(call):
         return context_rows.begin(call, plan, split)
 
 
 def forward(call: Call, plan: Plan, exchange: Exchange, begun: Begun) -> tuple[chain.Forward, Carried]:
     """Summaries, one all-gather, the fold, the ordinary scan."""
     split = _split(call)
-    with exchange.or_tell():
-        if begun is not None:
-            return context_rows.forward(call, plan, split, exchange, begun)
-        return _forward(call, plan, split, exchange)
+    if begun is not None:
+        return context_rows.forward(call, plan, split, exchange, begun)
+    return _forward(call, plan, split, exchange)
 
 
 def _forward(call: Call, plan: Plan, split: Split, exchange: Exchange) -> tuple[chain.Forward, Carried]:
