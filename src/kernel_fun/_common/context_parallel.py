@@ -8,6 +8,7 @@ sequence. Chunks start anew at every piece.
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -65,6 +66,8 @@ class ContextParallel:
     """Sum the gradients of A_log and dt_bias (of a convolution: weight and bias) over the group."""
     fingerprint: int = 0
     """Of what all ranks must agree on; 0: unknown."""
+    bounds: tuple[int, ...] = ()
+    """Boundaries of the local sequences: ``cu_seqlens`` as it was made."""
 
     @property
     def num_seqs(self) -> int:
@@ -237,6 +240,7 @@ def _context(cu: Tensor, group: ProcessGroup, layout: str, shares: list[_Share])
         layout,
         sequences=tuple(n for share in shares for n in share.sequences),
         token_ranges=tuple((share.start, share.stop) for share in shares),
+        bounds=tuple(local),
     )
     pre, post = tuple(s.pre for s in shares), tuple(s.post for s in shares)
     before = tuple(s.before for s in shares)
@@ -327,30 +331,36 @@ def read(context: Any) -> Split | None:
     """A context as the operations read it; None where it has no group: then it only packs sequences.
 
     Raises ContractError or ContractTypeError for what is no context, or one of a group this process is not
-    in. What is raised here follows from the context alone. A context of ours is read once, and again only
-    where its boundaries have changed in place or its group is gone.
+    in. What is raised here follows from the context alone. A context of ours is read once, while its group
+    exists.
     """
     if not isinstance(context, ContextParallel):
         return _read(context)
-    known: Split | None = context.__dict__.get(_SPLIT)
-    if known is None or not _holds(known, context):
+    if context.bounds and (given := tuple(context.cu_seqlens_cpu.tolist())) != context.bounds:
+        raise ContractError(
+            f"`cp_context` must have the boundaries it was built with, {list(context.bounds)}, "
+            f"got {list(given)}: build another one"
+        )
+    known = _splits.get(context)
+    if known is None or not _exists(known):
         known = _read(context)
-        object.__setattr__(context, _SPLIT, known)
+        if known is not None:
+            _splits[context] = known
     return known
 
 
-_SPLIT = "_split"
-"""Under this name a context of ours keeps how it was read."""
+_splits: weakref.WeakKeyDictionary[ContextParallel, Split] = weakref.WeakKeyDictionary()
+"""Of contexts that were read before. Their fields do not change."""
 
 
-def _holds(known: Split, context: ContextParallel) -> bool:
+def _exists(known: Split) -> bool:
+    """Whether the group still does, with this process at its place."""
     import torch.distributed as dist
 
     try:
-        there = dist.get_rank(known.group) == known.rank
+        return dist.get_rank(known.group) == known.rank
     except (ValueError, RuntimeError):
         return False
-    return there and tuple(context.cu_seqlens_cpu.tolist()) == known.bounds
 
 
 def _read(context: Any) -> Split | None:
