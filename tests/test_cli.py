@@ -132,6 +132,7 @@ class TestExplain:
     @pytest.mark.parametrize(
         ("flags", "message"),
         [
+            (("--H", "0"), "`--H` must be at least 1, got 0"),
             (("--H", "16", "--HV", "3"), "`--HV` must be a positive multiple of --H = 16, got 3"),
             (("--K", "300"), "`--K` must be between 1 and 256, got 300"),
             (("--packed", "4", "--B", "2"), "`--B` must be 1 with --packed, got 2"),

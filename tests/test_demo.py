@@ -366,6 +366,15 @@ class TestCommand:
         assert cli.main(["demo", "--text", str(words), "--steps", steps]) == 2
         assert f"`--steps` must be at least 1, got {steps}" in capsys.readouterr().err
 
+    def test_files_are_asked_for_before_training(
+        self, words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        absent = tmp_path / "absent"
+        assert cli.main(["demo", "--text", str(absent)]) == 2
+        assert f"`--text` must be a file, got {absent}" in capsys.readouterr().err
+        assert cli.main(["demo", "--text", str(words), "--out", str(words)]) == 2
+        assert f"`--out` must be a directory that can be made, got {words}" in capsys.readouterr().err
+
 
 def test_two_backends_are_compared_from_the_same_seeds(
     options: session.Options, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

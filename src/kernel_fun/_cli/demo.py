@@ -45,6 +45,12 @@ def run(args: argparse.Namespace, screen: Screen) -> tuple[int, dict[str, Any]]:
 
     if args.device is not None:
         machine.usable("--device", args.device)
+    if args.text is not None and not args.text.is_file():
+        raise ValueError(f"`--text` must be a file, got {args.text}")
+    try:  # what cannot be kept is not worth training
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"`--out` must be a directory that can be made, got {args.out}: {error}") from None
     options = session.Options(
         out=args.out, text=args.text, steps=args.steps, seed=args.seed, device=args.device,
         convolution=args.convolution,

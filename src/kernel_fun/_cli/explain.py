@@ -84,7 +84,9 @@ def problem(args: argparse.Namespace) -> Problem:
     from kernel_fun.kda.call import Problem
 
     HV = args.H if args.HV is None else args.HV
-    if args.H < 1 or HV < 1 or HV % args.H:
+    if args.H < 1:
+        raise ValueError(f"`--H` must be at least 1, got {args.H}")
+    if HV < 1 or HV % args.H:
         raise ValueError(f"`--HV` must be a positive multiple of --H = {args.H}, got {HV}")
     if not 1 <= args.K <= 256:
         raise ValueError(f"`--K` must be between 1 and 256, got {args.K}")
