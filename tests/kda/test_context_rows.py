@@ -70,6 +70,38 @@ def test_ranks_may_cut_differently(layout: str, ranks: Ranks) -> None:
     compare(p, ranks.run(3, each_its_own, p))
 
 
+def in_parts(group: Any, p: Problem, n: int) -> dict[str, Any]:
+    """With M of each row as the product of n."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(context_rows, "_parts", lambda chains, chunks, sms: n if chunks % n == 0 else 1)
+        return on_rank(group, p)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("n", [2, 4])
+def test_transitions_are_products_of_those_of_parts(n: int, layout: str, ranks: Ranks) -> None:
+    p = Problem((0, 2 * T), layout, rows=2, seed=n)
+    compare(p, ranks.run(3, in_parts, p, n))
+
+
+@pytest.mark.parametrize(
+    ("chains", "chunks", "parts"),
+    [
+        (96, 512, 4),
+        (32, 512, 4),
+        (128, 512, 1),
+        (132, 512, 1),
+        (133, 512, 4),
+        (264, 512, 1),
+        (96, 6, 1),
+        (96, 511, 1),
+    ],
+)
+def test_parts_fill_the_gpu(chains: int, chunks: int, parts: int) -> None:
+    assert context_rows._parts(chains, chunks, 132) == parts
+    assert context_rows._parts(chains, chunks, 1) == 1
+
+
 def test_parameter_gradients_summed_over_the_group(ranks: Ranks) -> None:
     p = Problem((0, 768), reduce=True, rows=3)
     compare(p, ranks.run(4, on_rank, p))

@@ -97,11 +97,12 @@ def _sizes_told(given: dict[str, Tensor], v_first: bool) -> tuple[int, int, int]
     return HV, K, V
 
 
-def run(call: Call, plan: Plan) -> Any:
-    """Forward with or without a graph. (o, final_state), or a 3-tuple with the chunk states."""
+def run(call: Call, plan: Plan, begun: Begun = None) -> Any:
+    """Forward with or without a graph: (o, final_state), or a 3-tuple with the chunk states. ``begun``: what
+    :func:`begin` gave, if it was called."""
     exchange = Exchange(_split(call), _terms(call, FORWARD, plan), call.q.device)
     with exchange.or_tell():
-        begun = begin(call, plan)
+        begun = begun or begin(call, plan)
         if plan.problem.needs_grad:
             return ContextParallelKDA.apply(call, plan, exchange, begun, *call.tensors())
         with undisturbed(call):
@@ -152,12 +153,11 @@ class ContextParallelKDA(torch.autograd.Function):
 
 
 def begin(call: Call, plan: Plan) -> Begun:
-    """What of a forward can be under way on the device while autograd prepares a node for it."""
-    split = _split(call)
-    if not split.one_each:
+    """What of a forward can be under way while the host prepares an exchange and autograd a node."""
+    if call.split is None or plan.backend == "fla" or not call.split.one_each:
         return None
     with undisturbed(call):
-        return context_rows.begin(call, plan, split)
+        return context_rows.begin(call, plan, call.split)
 
 
 def forward(call: Call, plan: Plan, exchange: Exchange, begun: Begun) -> tuple[chain.Forward, Carried]:

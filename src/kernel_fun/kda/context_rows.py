@@ -67,7 +67,9 @@ def begin(call: Call, plan: Plan, split: Split) -> tuple[Call, Intra]:
     """The call as rows, and their Intra. Rows of whole chunks have the chunks of the tokens as they were
     given; then fwd_intra reads those, and is launched before anything else is done."""
     fwd_intra = cast(FwdIntra, plan.load("fwd_intra"))
-    n = count(call, split) * len(split.pieces)
+    n = call.notes.get("rows") if ROWS is None else count(call, split) * len(split.pieces)
+    if n is None:
+        n = call.notes["rows"] = count(call, split) * len(split.pieces)
     if call.q.shape[1] % (n * call.BT):
         rows = part(call, lambda x: _cut(x, n))
         return rows, fwd_intra(rows)
@@ -176,19 +178,49 @@ def _summaries(
     local = final_states(*_some(rows, intra, wanted), start, fwd_state)
     mapped, M = _with_transition(split, S), None
     if mapped:
-        few, their = _some(rows, intra, mapped)
-        HV, K, _ = sizes(few)
-        B, T = few.v.shape[:2]
-        nothing = few.v.new_zeros(1, T, 1, K).expand(B, T, HV, K)
-        few = few.like(notes=few.notes, v=nothing)
-        identity = torch.eye(K, dtype=local.dtype, device=local.device).expand(len(mapped), HV, K, K)
-        M = final_states(few, their, identity, fwd_state)
+        M = _transitions(*_some(rows, intra, mapped), fwd_state)
     found: dict[int, Tensor] = {}
     for i, piece in enumerate(pieces):
         through, at = piece.pre > 0, range(i * S, (i + 1) * S if piece.post else (i + 1) * S - 1)
         if at:
             found[i] = compose(_rows(local, wanted, at), _of(M, mapped, at if through else at[1:]), through)
     return found, M
+
+
+def _transitions(rows: Call, intra: Intra, fwd_state: FwdState) -> Tensor:
+    """M ``[rows, HV, K, K]`` of every row, in float64: the product of those of its parts, which are scanned
+    side by side. A scan of values that are 0 from the identity; all rows and heads read the same 0."""
+    HV, K, _ = sizes(rows)
+    R, T = rows.v.shape[:2]
+    chunks = T // rows.BT if T % rows.BT == 0 else 1
+    n = _parts(R * HV * -(-K // 128), chunks, device.of(rows.q.device).sms)
+
+    def cut(x: Tensor) -> Tensor:
+        return x.reshape(R * n, T // n, *x.shape[2:])
+
+    nothing = rows.v.new_zeros(1, T // n, 1, K).expand(R * n, T // n, HV, K)
+    parts = part(rows, cut)
+    parts = parts.like(notes=parts.notes, v=nothing)
+    q_rstd, k_rstd = (None if x is None else cut(x) for x in (intra.q_rstd, intra.k_rstd))
+    their = Intra(cut(intra.A), cut(intra.Aqk), q_rstd, k_rstd, intra.total)
+    identity = torch.eye(K, dtype=rows.wide(), device=rows.q.device).expand(R * n, HV, K, K)
+    found = final_states(parts, their, identity, fwd_state)
+    by_part = found.view(R, n, HV, K, K).transpose(0, 1)
+    by_part = by_part.to(torch.float64, memory_format=torch.contiguous_format)
+    M = by_part[0]
+    for later in by_part[1:]:
+        M = torch.bmm(later.flatten(0, 1), M.flatten(0, 1)).view(M.shape)
+    return M
+
+
+PARTS = (1, 2, 4)
+
+
+def _parts(chains: int, chunks: int, sms: int) -> int:
+    """Into how many parts a row is cut whose chunks ``chains`` CTAs go through: what takes the fewest steps,
+    in waves of a CTA for each SM."""
+    able = [n for n in PARTS if chunks % n == 0]
+    return min(able, key=lambda n: -(-chains * n // max(sms, 1)) * (chunks // n))
 
 
 def _reverse_summaries(

@@ -137,19 +137,20 @@ def chunk_kda(
             return results
         call, plan = known.recall(signature, arguments) or _planned(signature, arguments)
     else:
-        call, plan = _bound_together(arguments)
+        call, plan, begun = _bound_together(arguments)
+        if call.split is not None and plan.backend != "fla":
+            return context_parallel.run(call, plan, begun)
     if plan.backend == "fla":
         return fallback.chunk_kda(call.verbatim)
-    if call.split is not None:
-        return context_parallel.run(call, plan)
     return autograd.run(call, plan)
 
 
-def _bound_together(arguments: dict[str, Any]) -> tuple[Call, Plan]:
-    """As every rank of a group binds its call; what one raises here reaches all."""
+def _bound_together(arguments: dict[str, Any]) -> tuple[Call, Plan, context_parallel.Begun]:
+    """As every rank of a group binds its call, and begins it; what one raises here reaches all."""
     with context_parallel.failing_together(arguments) as split:
         signature = known.signature(arguments, split)
-        return known.recall(signature, arguments, split) or _planned(signature, arguments)
+        call, plan = known.recall(signature, arguments, split) or _planned(signature, arguments)
+        return call, plan, context_parallel.begin(call, plan)
 
 
 def _planned(signature: Hashable | None, arguments: dict[str, Any]) -> tuple[Call, Plan]:
