@@ -1,6 +1,7 @@
 """One sequence over the GPUs of one host: `kernel-fun bench --cp N`.
 
 Every rank times the same calls; a time is that of the slowest rank, from a barrier to the end of its work.
+Rounds of one rank and of N alternate: GPUs that get warm are slower, for both.
 ``kda.fwdbwd`` on one rank has the whole sequence, on N ranks each has its part. Efficiency is the time of one
 rank over N times that of N. Rows of another layout than contiguous say so behind the shape's name.
 
@@ -38,7 +39,7 @@ DEFAULT = ("kimi_64k", "kimi_256k")
 PASSES = ("fwd", "fwdbwd")
 CANDIDATES = ("sm90", "fla")
 BY_TOKEN = ("q", "k", "v", "g", "beta")
-WARM, ROUNDS = 3, 30
+WARM, ROUNDS = 3, 15
 
 Step = Callable[[], None]
 Timed = tuple[str, str, str, int, list[float], list[float], int]
@@ -156,8 +157,10 @@ def _rank(
 def _candidate(shape: Shape, gate: str, candidate: str, rank: int, world: int, layout: str) -> list[Timed]:
     """One rank and ``world`` of them: the calls of one implementation."""
     device = torch.device("cuda", rank)
-    found: list[Timed] = []
+    steps: dict[tuple[int, str], Step] = {}
+    peaks: dict[tuple[int, str], int] = {}
     for ranks in (1, world):
+        held = torch.cuda.memory_allocated()
         case = kda.case(replace(shape, T=shape.T // ranks), gate, torch.bfloat16, device)
         inputs = {
             n: x.requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
@@ -167,13 +170,15 @@ def _candidate(shape: Shape, gate: str, candidate: str, rank: int, world: int, l
         if ranks > 1:
             inputs["cp_context"] = _context(candidate, shape.T, device, layout)
         for what in PASSES:
-            do = case.upstream["do"] if what == "fwdbwd" else None
-            step = _step(function, context, inputs, do)
+            step = _step(function, context, inputs, case.upstream["do"] if what == "fwdbwd" else None)
             torch.cuda.reset_peak_memory_stats()
-            ms, gather = _time(step)
-            found.append((shape.name, what, candidate, ranks, ms, gather, torch.cuda.max_memory_allocated()))
-        del case, inputs
-    return found
+            for _ in range(WARM):
+                step()
+            steps[ranks, what], peaks[ranks, what] = step, torch.cuda.max_memory_allocated() - held
+    return [
+        (shape.name, what, candidate, ranks, *times, peaks[ranks, what])
+        for (ranks, what), times in _times(steps).items()
+    ]
 
 
 def _step(function: Callable[..., Any], context: Callable[[], Any], inputs: dict[str, Any], do: Any) -> Step:
@@ -202,21 +207,21 @@ def _context(candidate: str, T: int, device: torch.device, layout: str) -> Any:
     return build_cp_context(cu_seqlens, group, layout=layout)
 
 
-def _time(step: Step) -> tuple[list[float], list[float]]:
-    """(ms of each round, ms of it in all-gathers), of the slowest rank."""
-    for _ in range(WARM):
-        step()
-    rounds: list[float] = []
-    gathers: list[float] = []
+def _times(steps: dict[tuple[int, str], Step]) -> dict[tuple[int, str], tuple[list[float], list[float]]]:
+    """(ms of each round, ms of it in all-gathers) of each step, of the slowest rank."""
+    rounds: list[list[float]] = [[] for _ in steps]
+    gathers: list[list[float]] = [[] for _ in steps]
     for _ in range(ROUNDS):
-        rounds.append(_round(step))
+        for taken, step in zip(rounds, steps.values()):
+            taken.append(_round(step))
     for _ in range(ROUNDS):  # apart: to wait for a gather where it starts overlaps it with nothing
-        with _events() as events:
-            _round(step)
-        gathers.append(sum(a.elapsed_time(b) for a, b in events))
+        for taken, step in zip(gathers, steps.values()):
+            with _events() as events:
+                _round(step)
+            taken.append(sum(a.elapsed_time(b) for a, b in events))
     slowest = torch.tensor([rounds, gathers], device="cuda")
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return slowest[0].tolist(), slowest[1].tolist()
+    return {key: (slowest[0, i].tolist(), slowest[1, i].tolist()) for i, key in enumerate(steps)}
 
 
 def _round(step: Step) -> float:
