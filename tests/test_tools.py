@@ -142,6 +142,20 @@ class TestRender:
         (line,) = [text for text in render.ranks_table(tmp_path) if "kimi_64k" in text]
         assert "| kda.fwd | sm90 | 2 | 8 | 5 | 80 % | 0.5 |" in line
 
+    def test_ranks_of_a_peer_stay_beside_newer_ones_of_ours(self, tmp_path: Path) -> None:
+        for day, candidates in (("1", ("sm90", "fla")), ("2", ("sm90",))):
+            taken = replace(a_record(f"2026-01-0{day}T00:00:00Z"), device="cuda")
+            for name in candidates:
+                for bench, ms in (("kda.fwd, 1 rank", 8.0), ("kda.fwd, 2 ranks", 4.0 + int(day))):
+                    row = replace(
+                        a_record("", sm90=ms).rows[0], bench=bench, shape="kimi_64k", candidate=name
+                    )
+                    taken.rows.append(row)
+            self.results(tmp_path, taken)
+        theirs, ours = (text for text in render.ranks_table(tmp_path) if "kimi_64k" in text)
+        assert "| fla | 2 | 8 | 5 | 80 % |" in theirs
+        assert "| sm90 | 2 | 8 | 6 | 67 % |" in ours
+
     def test_layouts_have_rows_of_their_own(self, tmp_path: Path) -> None:
         for day, layout, ms in (("1", "", 5.0), ("2", ", zigzag", 6.0)):
             taken = replace(a_record(f"2026-01-0{day}T00:00:00Z"), device="cuda")

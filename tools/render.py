@@ -128,8 +128,9 @@ class Measured:
         return (self.record.gpu, r.shape, r.gate, r.dtype, r.bench)
 
 
-def newest(kind: str, root: Path) -> dict[tuple[str, ...], dict[str, Measured]]:
-    """Per device, shape, gate, dtype and bench: the rows of the newest record that has the case."""
+def newest(kind: str, root: Path, *, of_each: bool = False) -> dict[tuple[str, ...], dict[str, Measured]]:
+    """Per device, shape, gate, dtype and bench: the rows of the newest record that has the case, or
+    ``of_each`` candidate its newest."""
     paths = (root / "benchmarks" / "results").rglob("*.json")
     records = sorted((record.read(path) for path in paths), key=lambda r: r.utc)
     cases: dict[tuple[str, ...], dict[str, Measured]] = {}
@@ -140,7 +141,8 @@ def newest(kind: str, root: Path) -> dict[tuple[str, ...], dict[str, Measured]]:
         for row in taken.rows:
             measured = Measured(row, taken)
             fresh.setdefault(measured.case, {})[row.candidate] = measured
-        cases.update(fresh)
+        for case, rows in fresh.items():
+            cases[case] = {**cases.get(case, {}), **rows} if of_each else rows
     return cases
 
 
@@ -179,7 +181,8 @@ def _speed_line(rows: dict[str, Measured]) -> list[str]:
 
 def ranks_table(root: Path) -> list[str]:
     """Milliseconds of one rank and of several, and the share of their time that one would have needed."""
-    cases = {case: rows for case, rows in newest("cuda", root).items() if _ON_RANKS.fullmatch(case[-1])}
+    found = newest("cuda", root, of_each=True)  # the two times that are divided are of one record either way
+    cases = {case: rows for case, rows in found.items() if _ON_RANKS.fullmatch(case[-1])}
     if not cases:
         return ["*(no record yet)*"]
     ms = {
