@@ -95,6 +95,9 @@ def test_transitions_are_products_of_those_of_parts(n: int, layout: str, ranks: 
         (264, 512, 1),
         (96, 6, 1),
         (96, 511, 1),
+        (96, 128, 1),
+        (32, 128, 2),
+        (96, 256, 4),
     ],
 )
 def test_parts_fill_the_gpu(chains: int, chunks: int, parts: int) -> None:

@@ -218,8 +218,8 @@ PARTS = (1, 2, 4)
 
 def _parts(chains: int, chunks: int, sms: int) -> int:
     """Into how many parts a row is cut whose chunks ``chains`` CTAs go through: what takes the fewest steps,
-    in waves of a CTA for each SM."""
-    able = [n for n in PARTS if chunks % n == 0]
+    in waves of a CTA for each SM. As of a row, a part has at least TOKENS: products take time too."""
+    able = [n for n in PARTS if chunks % n == 0 and (n == 1 or chunks // n >= TOKENS // BT)]
     return min(able, key=lambda n: -(-chains * n // max(sms, 1)) * (chunks // n))
 
 
