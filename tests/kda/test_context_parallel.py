@@ -402,6 +402,8 @@ def failing(group: Any, p: Problem, bad: int, how: str) -> str:
             x["initial_state"] = x["initial_state"][:1].expand(context.num_seqs, -1, -1, -1)
         elif how == "a kernel that fails":
             patch.setattr("kernel_fun.kda._kernels.eager.fwd_state.fwd_state", broken)
+        elif how == "the first kernel fails":
+            patch.setattr("kernel_fun.kda._kernels.eager.fwd_intra.fwd_intra", broken)
         elif how == "a gradient kernel that fails":
             patch.setattr("kernel_fun.kda._kernels.eager.bwd_state.bwd_state", broken)
         elif how == "an interrupt":
@@ -459,6 +461,7 @@ FAILURES = {
     "a keyword nobody knows": "unexpected keyword argument 'shiny'",
     "a backend that is not there": "KERNEL_FUN_KDA_BACKEND=sm90 cannot serve",
     "a kernel that fails": "out of memory in a kernel",
+    "the first kernel fails": "out of memory in a kernel",
     "a gradient kernel that fails": "out of memory in a kernel",
     "a gradient without room for states": "out of memory in a kernel",
     "no memory left": "out of memory in a kernel",

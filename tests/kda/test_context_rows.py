@@ -171,6 +171,7 @@ def test_every_chunk_keeps_its_decay(layout: str, ranks: Ranks) -> None:
     ("how", "bad"),
     [
         ("a kernel that fails", 0),
+        ("the first kernel fails", 1),
         ("no memory left", 1),
         ("a gradient kernel that fails", 2),
         ("a gradient without room for states", 1),
