@@ -454,15 +454,17 @@ def check_local(split: Split, name: str, x: Tensor, initial_state: Any) -> None:
         )
 
 
-def local_boundaries(context: Any, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Boundaries of the local sequences, on a device and on the CPU."""
-    on_cpu = getattr(context, "cu_seqlens_cpu", None)
+def local_boundaries(context: Any, device: torch.device, split: Split | None = None) -> tuple[Tensor, Tensor]:
+    """Boundaries of the local sequences, on a device and on the CPU. ``split``: the context as it is read, of
+    an operation that has no need of them where every piece is one sequence: then they stay on the CPU."""
     cu = context.cu_seqlens
+    on_cpu = getattr(context, "cu_seqlens_cpu", None)
+    on_cpu = cu.cpu() if on_cpu is None else on_cpu
+    if split is not None and split.one_each:
+        return on_cpu, on_cpu
     if cu.device.type == "cpu" and device.type == "cuda" and not _captures():
-        given = cu.pin_memory().to(device, non_blocking=True)  # the host need not wait for what is under way
-    else:
-        given = cu.to(device)
-    return given, cu.cpu() if on_cpu is None else on_cpu
+        return cu.pin_memory().to(device, non_blocking=True), on_cpu  # the host need not wait
+    return cu.to(device), on_cpu
 
 
 def _captures() -> bool:

@@ -244,7 +244,7 @@ def bind(arguments: dict[str, Any]) -> Call:
     sizes = _shapes(q, k, v, g, beta)
     cu_seqlens, cu_seqlens_cpu = a["cu_seqlens"], a["cu_seqlens_cpu"]
     if cp_context is not None:  # its boundaries hold, whatever the call says
-        cu_seqlens, cu_seqlens_cpu = context_parallel.local_boundaries(cp_context, q.device)
+        cu_seqlens, cu_seqlens_cpu = context_parallel.local_boundaries(cp_context, q.device, split)
     if split is not None:
         context_parallel.check_local(split, "q", q, h0)
     N = _packing({**a, "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu}, q)

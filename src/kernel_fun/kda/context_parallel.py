@@ -384,12 +384,9 @@ def _join(call: Call, split: Split, runs: list[range], done: dict[int, Intra]) -
 def _rows_of(intra: Intra, split: Split, sequence: int, BT: int) -> Intra:
     """The Intra of one sequence from that of the whole call."""
     lo, hi = split.rows(sequence)
-    A, Aqk, q_rstd, k_rstd = (None if x is None else x[:, lo:hi] for x in intra[:4])
-    assert A is not None
-    assert Aqk is not None
     before = sum(_chunks(split, n, BT) for n in range(sequence))
     total = None if intra.total is None else intra.total[before : before + _chunks(split, sequence, BT)]
-    return Intra(A, Aqk, q_rstd, k_rstd, total)
+    return intra.of_tokens(lambda x: x[:, lo:hi], total)
 
 
 def _chunks(split: Split, sequence: int, BT: int) -> int:

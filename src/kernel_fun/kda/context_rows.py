@@ -67,17 +67,12 @@ def begin(call: Call, plan: Plan, split: Split) -> tuple[Call, Intra]:
     """The call as rows, and their Intra. Rows of whole chunks have the chunks of the tokens as they were
     given; then fwd_intra reads those, and is launched before anything else is done."""
     fwd_intra = cast(FwdIntra, plan.load("fwd_intra"))
-    n = call.notes.get("rows") if ROWS is None else count(call, split) * len(split.pieces)
-    if n is None:
-        n = call.notes["rows"] = count(call, split) * len(split.pieces)
+    n = count(call, split) * len(split.pieces)
     if call.q.shape[1] % (n * call.BT):
         rows = part(call, lambda x: _cut(x, n))
         return rows, fwd_intra(rows)
     whole = fwd_intra(part(call, lambda x: x))
-    A, Aqk, q_rstd, k_rstd = (None if x is None else _cut(x, n) for x in whole[:4])
-    assert A is not None
-    assert Aqk is not None
-    return part(call, lambda x: _cut(x, n)), Intra(A, Aqk, q_rstd, k_rstd, whole.total)
+    return part(call, lambda x: _cut(x, n)), whole.of_tokens(lambda x: _cut(x, n), whole.total)
 
 
 def forward(
@@ -201,10 +196,8 @@ def _transitions(rows: Call, intra: Intra, fwd_state: FwdState) -> Tensor:
     nothing = rows.v.new_zeros(1, T // n, 1, K).expand(R * n, T // n, HV, K)
     parts = part(rows, cut)
     parts = parts.like(notes=parts.notes, v=nothing)
-    q_rstd, k_rstd = (None if x is None else cut(x) for x in (intra.q_rstd, intra.k_rstd))
-    their = Intra(cut(intra.A), cut(intra.Aqk), q_rstd, k_rstd, intra.total)
     identity = torch.eye(K, dtype=rows.wide(), device=rows.q.device).expand(R * n, HV, K, K)
-    found = final_states(parts, their, identity, fwd_state)
+    found = final_states(parts, intra.of_tokens(cut, intra.total), identity, fwd_state)
     by_part = found.view(R, n, HV, K, K).transpose(0, 1)
     by_part = by_part.to(torch.float64, memory_format=torch.contiguous_format)
     M = by_part[0]
@@ -335,9 +328,8 @@ def _some(rows: Call, intra: Intra, wanted: range) -> tuple[Call, Intra]:
         return rows, intra
     at, chunks = slice(wanted.start, wanted.stop), -(-T // rows.BT)
     few = part(rows, lambda x: x[at])
-    q_rstd, k_rstd = (None if x is None else x[at] for x in (intra.q_rstd, intra.k_rstd))
     total = None if intra.total is None else intra.total[wanted.start * chunks : wanted.stop * chunks]
-    return few, Intra(intra.A[at], intra.Aqk[at], q_rstd, k_rstd, total)
+    return few, intra.of_tokens(lambda x: x[at], total)
 
 
 def _cut(x: Tensor, n: int) -> Tensor:

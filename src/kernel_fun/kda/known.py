@@ -82,10 +82,8 @@ def recall(
         return None
     call, plan = found
     context, cu, cu_cpu = a["cp_context"], a["cu_seqlens"], a["cu_seqlens_cpu"]
-    if split is not None and split.one_each:
-        cu, cu_cpu = context.cu_seqlens, getattr(context, "cu_seqlens_cpu", None)  # no kernel reads them
-    elif context is not None:
-        cu, cu_cpu = context_parallel.local_boundaries(context, a["q"].device)
+    if context is not None:
+        cu, cu_cpu = context_parallel.local_boundaries(context, a["q"].device, split)
     elif cu_cpu is not None:
         check.boundaries("cu_seqlens", cu_cpu.tolist(), a["q"].shape[1])
     kwargs = a["kwargs"] if call.gate != "log" else {}

@@ -130,6 +130,7 @@ def chunk_kda(
     flash-linear-attention; docs/kda.md derives both.
     """
     arguments = locals()
+    begun = None
     if cp_context is None:
         signature = known.signature(arguments)
         results = known.again(signature, arguments)
@@ -138,10 +139,10 @@ def chunk_kda(
         call, plan = known.recall(signature, arguments) or _planned(signature, arguments)
     else:
         call, plan, begun = _bound_together(arguments)
-        if call.split is not None and plan.backend != "fla":
-            return context_parallel.run(call, plan, begun)
     if plan.backend == "fla":
         return fallback.chunk_kda(call.verbatim)
+    if call.split is not None:
+        return context_parallel.run(call, plan, begun)
     return autograd.run(call, plan)
 
 

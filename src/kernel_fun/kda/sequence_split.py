@@ -310,11 +310,8 @@ def reverse(
 def _flat(call: Call, intra: Intra, cut: Cut, by: Backend) -> Flat:
     names = ("q", "k", "v", "g", "beta")
     rows = {n: _row(getattr(call, n)) for n in names} if call.cu_seqlens is None else {}
-    A, Aqk, q_rstd, k_rstd = (None if x is None else _row(x) for x in intra[:4])
-    assert A is not None
-    assert Aqk is not None
     flat = call.like(notes=call.notes.of(), **rows)
-    return Flat(flat, Intra(A, Aqk, q_rstd, k_rstd, intra.total), _segments(call, cut, by))
+    return Flat(flat, intra.of_tokens(_row, intra.total), _segments(call, cut, by))
 
 
 def _segments(call: Call, cut: Cut, by: Backend) -> Segments:

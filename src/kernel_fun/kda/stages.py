@@ -11,6 +11,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from kernel_fun.kda.call import Call
@@ -36,6 +38,12 @@ class Intra(NamedTuple):
     total: Tensor | None
     """Decays of a chunk, ``[NT, HV, DECAYS K]`` fp32: of the whole, then before and after each block of 16
     tokens; None from a backend that rebuilds them from g."""
+
+    def of_tokens(self, cut: Callable[[Tensor], Tensor], total: Tensor | None) -> Intra:
+        """That of some tokens, or of them in another shape: what ``cut`` makes of all but the decays of
+        chunks, which are ``total``."""
+        q_rstd, k_rstd = (None if x is None else cut(x) for x in (self.q_rstd, self.k_rstd))
+        return Intra(cut(self.A), cut(self.Aqk), q_rstd, k_rstd, total)
 
 
 class Scan(NamedTuple):

@@ -128,19 +128,14 @@ def test_boundaries_of_another_dtype_are_another_call(launched, monkeypatch):  #
     assert len(planned) == 2
 
 
-def test_boundaries_that_no_kernel_reads_stay_where_they_are(launched, monkeypatch):  # noqa: F811
-    """Of a call that is known: what holds one sequence is cut into rows."""
-    moved = []
-    real = context_parallel.local_boundaries
-    monkeypatch.setattr(context_parallel, "local_boundaries", lambda *a: moved.append(a) or real(*a))
-    for which, more in (("in two rows", 0), ("two open", 1)):
-        ctx = CONTEXTS[which]
-        x = inputs(cu=ctx.cu_seqlens.tolist(), T=int(ctx.cu_seqlens[-1]))
-        del x["cu_seqlens"]
-        chunk_kda(**x, cp_context=ctx)
-        del moved[:]
-        chunk_kda(**x, cp_context=ctx)
-        assert len(moved) == more
+@pytest.mark.parametrize(("which", "place"), [("in two rows", "cpu"), ("two open", "meta")])
+def test_boundaries_that_no_kernel_reads_stay_on_the_cpu(which, place):
+    """What holds one sequence is cut into rows."""
+    split = context_parallel.read(CONTEXTS[which])
+    cu, host = context_parallel.local_boundaries(CONTEXTS[which], torch.device("meta"), split)
+    assert (cu.device.type, host.device.type) == (place, "cpu")
+    # an operation that reads them in any case does not give its split
+    assert context_parallel.local_boundaries(CONTEXTS[which], torch.device("meta"))[0].device.type == "meta"
 
 
 def test_the_first_kernel_is_launched_before_autograd_makes_a_node(launched, monkeypatch):  # noqa: F811
