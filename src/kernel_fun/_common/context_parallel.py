@@ -342,25 +342,17 @@ def read(context: Any) -> Split | None:
             f"got {list(given)}: build another one"
         )
     known = _splits.get(context)
-    if known is None or not _exists(known):
-        known = _read(context)
-        if known is not None:
-            _splits[context] = known
+    if known is not None:
+        _membership("cp_context.group", known.group)  # it may be gone
+        return known
+    known = _read(context)
+    if known is not None:
+        _splits[context] = known
     return known
 
 
 _splits: weakref.WeakKeyDictionary[ContextParallel, Split] = weakref.WeakKeyDictionary()
 """Of contexts that were read before. Their fields do not change."""
-
-
-def _exists(known: Split) -> bool:
-    """Whether the group still does, with this process at its place."""
-    import torch.distributed as dist
-
-    try:
-        return dist.get_rank(known.group) == known.rank
-    except (ValueError, RuntimeError):
-        return False
 
 
 def _read(context: Any) -> Split | None:
