@@ -38,18 +38,9 @@ from kernel_fun._cute import pipe
 from kernel_fun._cute.compat import SmemAllocator
 from kernel_fun._cute.compile import Program, jit, symbol
 from kernel_fun._cute.pipe import WARPGROUP, Pipe
-from kernel_fun._cute.tile import (
-    ALIGN_BYTES,
-    SMEM_BYTES,
-    Tile,
-    dims_first,
-    storage,
-    tma_parts,
-    tokens_first,
-    vector,
-)
+from kernel_fun._cute.tile import Tile, dims_first, storage, tma_parts, tokens_first, vector
 from kernel_fun.kda._kernels.sm90 import overlap
-from kernel_fun.kda._kernels.sm90.bwd_state_walk import BLOCK, Loads, Walk
+from kernel_fun.kda._kernels.sm90.bwd_state_walk import BLOCK, Walk
 from kernel_fun.kda._kernels.sm90.chunk_inputs import (
     ChunkTensors,
     check,
@@ -60,7 +51,8 @@ from kernel_fun.kda._kernels.sm90.chunk_inputs import (
     v_tile,
 )
 from kernel_fun.kda._kernels.sm90.operands import Builder
-from kernel_fun.kda._kernels.sm90.scan_config import BC, BT, ROWS, Chain, ScanConfig
+from kernel_fun.kda._kernels.sm90.scan_config import BT, ROWS, Chain, ScanConfig
+from kernel_fun.kda._kernels.sm90.scan_loads import Loads
 
 if TYPE_CHECKING:
     from torch import Tensor, device
@@ -88,26 +80,12 @@ class Config(ScanConfig):
         return False
 
     @property
-    def row_stages(self) -> int:
+    def squares(self) -> int:
         return 2
 
     @property
-    def raw_stages(self) -> int:
-        return 3 if self.bytes_with(3) <= SMEM_BYTES else 2
-
-    @property
-    def smem_bytes(self) -> int:
-        """Shared memory of the storage, alignment included."""
-        return self.bytes_with(self.raw_stages)
-
-    def bytes_with(self, raw_stages: int) -> int:
-        """Shared memory with so many slots for q, k and g."""
-        io = 2
-        row = self.BV * BT * io + 2 * BT * BT * io
-        barriers = 128
-        small = 4 * (BT * self.builders + self.K * self.row_stages + 2 * BC * self.build.warps * self.l2norm)
-        tiles = self.raw_bytes * raw_stages + row * self.row_stages + self.BV * BLOCK * io * self.want_dh
-        return tiles + -(-(small + barriers) // ALIGN_BYTES) * ALIGN_BYTES
+    def out_bytes(self) -> int:
+        return 2 * self.BV * BLOCK * self.want_dh
 
 
 class KdaBwdStateSm90(Walk):

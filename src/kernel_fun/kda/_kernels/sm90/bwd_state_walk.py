@@ -10,42 +10,26 @@ Its first warp issues the loads, each into a slot that all warpgroups have freed
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, const_expr, cute
-from cutlass.cute.nvgpu import cpasync
 
 from kernel_fun._cute import copy, pipe, wgmma
 from kernel_fun._cute.pipe import WARPGROUP
 from kernel_fun._cute.tile import Tile, tma_parts
 from kernel_fun.kda._kernels.sm90 import overlap
-from kernel_fun.kda._kernels.sm90.operands import STATE_BARRIER, Builder, ask_ahead
+from kernel_fun.kda._kernels.sm90.operands import STATE_BARRIER, Builder
 from kernel_fun.kda._kernels.sm90.scan_config import BT
+from kernel_fun.kda._kernels.sm90.scan_loads import Loader, Loads
 
 BLOCK = 64
 """Channels of the tiles dh leaves in: as many as dv2's have tokens."""
 
 
-@dataclass(frozen=True)
-class Loads:
-    """What is loaded of every chunk: (TMA atom, shared, global) of tiles, and rows of decays."""
-
-    raws: Any
-    """q, k, g."""
-    rows: Any
-    """A, do, Aqk."""
-    gTotal: cute.Tensor
-    sTotal: cute.Tensor
-    gAround: cute.Tensor
-    """Decays before and after each block, which BUILD reads."""
-
-
-class Walk:
+class Walk(Loader):
     """Of a kernel with a config, operands by ``builder``, and tiles of shared memory."""
 
-    config: Any
     io: Any
     builder: Builder
     A: Tile
@@ -57,7 +41,7 @@ class Walk:
 
     @cute.jit
     def walk(
-        self, st, rings, loads: Any, dh, dv2, gDht, gDh0, half: Int32, length: Int32, NT: Int32,
+        self, st, rings, loads: Loads, dh, dv2, gDht, gDh0, half: Int32, length: Int32, NT: Int32,
     ):  # fmt: skip
         """STATE: 64 columns of V for the whole sequence, last chunk first. Its first warp issues the loads."""
         c = self.config
@@ -171,26 +155,6 @@ class Walk:
             cute.arch.cp_async_bulk_wait_group(0)
         if const_expr(c.overlapped):
             overlap.end()
-
-    @cute.jit
-    def load_raw(self, raw, at, loads, n: Int32):
-        """q, k, g of chunk n, once the slot is free."""
-        raw.wait_empty(at)
-        barrier = raw.expect(at)
-        for tma, tXsX, tXgX in loads.raws:
-            cute.copy(tma, tXgX[None, n], tXsX[None, at.index], tma_bar_ptr=barrier)
-        ask_ahead(loads.gAround, n, self.config.K)
-
-    @cute.jit
-    def load_row(self, row, at, loads, n: Int32):
-        """do, A, Aqk and total of chunk n, once the slot is free."""
-        bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32, num_bits_per_copy=32 * self.config.K)
-        row.wait_empty(at)
-        barrier = row.expect(at)
-        for tma, tXsX, tXgX in loads.rows:
-            cute.copy(tma, tXgX[None, n], tXsX[None, at.index], tma_bar_ptr=barrier)
-        with cute.arch.elect_one():
-            cute.copy(bulk, loads.gTotal[n, None], loads.sTotal[None, at.index], mbar_ptr=barrier)
 
     def stage(self, put, rX: cute.Tensor, sX: cute.Tensor) -> None:
         """A result in accumulator layout to shared memory."""

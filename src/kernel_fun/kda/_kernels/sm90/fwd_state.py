@@ -17,8 +17,8 @@ Modes in global memory: q, k, g, A, Aqk (T, D, heads, B); v, o, v_new (V, T, hea
 
     tiles      BT=64  K  BV=128 or 64, see v_tile()       grid (V/BV, HV, N) flattened, V tiles adjacent
     role       warps          does
-    BUILD      0..K/16-1      qE, kE, kR in place
-    STATE      next BV/16     t, v_new, o, S; stores o, v_new, h; its first warp issues the loads
+    BUILD      0..K/16-1      qE, kE, kR in place; :mod:`operands`
+    STATE      next BV/16     t, v_new, o, S; stores o, v_new, h; its first warp issues the loads; :mod:`fwd_state_walk`
     pipe       writer -> readers          holds
     raw        TMA -> BUILD, STATE        q, k, g of a chunk; freed by STATE
     built      BUILD -> STATE             the same slots once they hold qE, kR, kE
@@ -27,32 +27,20 @@ Modes in global memory: q, k, g, A, Aqk (T, D, heads, B); v, o, v_new (V, T, hea
 Beside fwd_intra, see :mod:`overlap`, raw of a chunk is asked for once fwd_intra has written the chunk after it.
 """
 
-# sizes: one CTA, one walk over the chunks; its launcher names every tensor, as that of bwd_state does
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-import cutlass
-from cutlass import Float32, Int32, const_expr, cute
-from cutlass.cute.nvgpu import cpasync
+from cutlass import Float32, const_expr, cute
 
 from kernel_fun._common.device import of
-from kernel_fun._cute import copy, pipe, wgmma
+from kernel_fun._cute import pipe
 from kernel_fun._cute.compat import SmemAllocator
 from kernel_fun._cute.compile import Program, jit, symbol
 from kernel_fun._cute.pipe import WARPGROUP, Pipe
-from kernel_fun._cute.tile import (
-    ALIGN_BYTES,
-    SMEM_BYTES,
-    Tile,
-    dims_first,
-    storage,
-    tma_parts,
-    tokens_first,
-    vector,
-)
+from kernel_fun._cute.tile import Tile, dims_first, storage, tma_parts, tokens_first, vector
 from kernel_fun.kda._kernels.sm90 import overlap
 from kernel_fun.kda._kernels.sm90.chunk_inputs import (
     ChunkTensors,
@@ -63,9 +51,11 @@ from kernel_fun.kda._kernels.sm90.chunk_inputs import (
     facts_of,
     v_tile,
 )
-from kernel_fun.kda._kernels.sm90.operands import STATE_BARRIER, Builder, ask_ahead
+from kernel_fun.kda._kernels.sm90.fwd_state_walk import Walk
+from kernel_fun.kda._kernels.sm90.operands import Builder
 from kernel_fun.kda._kernels.sm90.rows import uninitialised, zeros
-from kernel_fun.kda._kernels.sm90.scan_config import BC, BT, ROWS, Chain, ScanConfig
+from kernel_fun.kda._kernels.sm90.scan_config import BT, ROWS, Chain, ScanConfig
+from kernel_fun.kda._kernels.sm90.scan_loads import Loads
 
 if TYPE_CHECKING:
     from torch import Tensor, device
@@ -95,31 +85,17 @@ class Config(ScanConfig):
         return self.want_o
 
     @property
-    def row_stages(self) -> int:
-        return 2
+    def squares(self) -> int:
+        return 1 + self.want_o
 
     @property
-    def raw_stages(self) -> int:
-        return 3 if self.bytes_with(3) <= SMEM_BYTES else 2
-
-    @property
-    def smem_bytes(self) -> int:
-        """Shared memory of the storage, alignment included."""
-        return self.bytes_with(self.raw_stages)
-
-    def bytes_with(self, raw_stages: int) -> int:
-        """Shared memory with so many slots for q, k and g."""
-        io = 2
-        row = self.BV * BT * io + (1 + self.want_o) * BT * BT * io
-        barriers = 128
-        small = 4 * (BT * raw_stages + self.K * self.row_stages + 2 * BC * self.build.warps * self.l2norm)
-        out = self.BV * BT * io * (self.want_o + self.want_v_new) + self.BV * self.K * io * self.want_h
-        tiles = self.raw_bytes * raw_stages + row * self.row_stages + out
-        return tiles + -(-(small + barriers) // ALIGN_BYTES) * ALIGN_BYTES
+    def out_bytes(self) -> int:
+        return 2 * self.BV * (BT * (self.want_o + self.want_v_new) + self.K * self.want_h)
 
 
-class KdaFwdStateSm90:
-    """The kernel of one config. E and R are views of the slots of g and k once BUILD has written kE and kR there."""
+class KdaFwdStateSm90(Walk):
+    """The kernel of one config. Its roles are :meth:`Builder.run` and :meth:`walk`; E and R are views of the slots of g
+    and k once BUILD has written kE and kR there."""
 
     def __init__(self, config: Config) -> None:
         self.config = c = config
@@ -263,199 +239,12 @@ class KdaFwdStateSm90:
             if const_expr(c.overlapped):
                 at = lambda head: overlap.address(mReady, head, chain.first)
                 ready = at(hv), at(hv // G * G), chain.NT
-            loads = self.builder.loads(chain, raws, st, hv, G), more, gTotal, sTotal, gAround, ready
-            self.hold(
-                st, rings, loads, (o, v_new, h),
+            loads = Loads(self.builder.loads(chain, raws, st, hv, G), more, gTotal, sTotal, gAround)
+            self.walk(
+                st, rings, loads, ready, (o, v_new, h),
                 state(mH0) if const_expr(c.has_h0) else None, state(mHt) if const_expr(c.want_ht) else None,
                 half, chain.length, chain.NT,
             )  # fmt: skip
-
-    @cute.jit
-    def hold(
-        self, st, rings, loads, results, gH0, gHt, half: Int32, length: Int32, NT: Int32,
-    ):  # fmt: skip
-        """STATE: 64 columns of V for the whole sequence. Its first warp issues the loads."""
-        c = self.config
-        raw, built, row = rings
-        o, v_new, h = results
-        tidx = cute.arch.thread_idx()[0] % WARPGROUP
-        loader = pipe.index_of_warp() == c.state.first_warp
-        mma_t = wgmma.mma(self.io, BT)
-        mma_s = wgmma.mma(self.io, c.K, b_rows_contiguous=True)
-        thr_t, thr_s = mma_t.get_slice(tidx), mma_s.get_slice(tidx)
-        tCrE = wgmma.operand_b(thr_t, self.builder.E.view(st.g))
-        tCrR = wgmma.operand_b(thr_s, self.R.view(st.k))
-        tCrA = wgmma.operand_b(thr_t, self.A.view(st.A))
-        acc_S, acc_V = wgmma.accumulator(thr_s, c.K), wgmma.accumulator(thr_t, BT)
-        rS, rV = wgmma.operand_a(thr_t, c.K), wgmma.operand_a(thr_t, BT)
-        tCrQ = tCrAqk = acc_O = rO = None
-        if const_expr(c.want_o):
-            tCrQ = wgmma.operand_b(thr_t, self.builder.Q.view(st.q))
-            tCrAqk = wgmma.operand_b(thr_t, self.A.view(st.Aqk))
-            acc_O = wgmma.accumulator(thr_t, BT)
-            rO = cute.make_rmem_tensor(acc_O.layout, self.io)
-
-        sV = cute.local_tile(self.V.view(st.v), (ROWS, BT, c.row_stages), (half, 0, 0))
-        load = copy.load_transposed(mma_t, self.io, tidx)
-        rVc = wgmma.as_accumulator(rV, acc_V)
-        tVsV, tVrV = load.partition_S(sV), load.retile(rVc)
-        put_t = copy.store_transposed(mma_t, self.io, tidx)
-        put_s = copy.store_transposed(mma_s, self.io, tidx)
-        sBeta = st.beta.get_tensor(cute.make_layout((BT, c.raw_stages)))
-        tBsB = wgmma.columns(thr_t, sBeta, BT, c.raw_stages)
-        tTsT = wgmma.columns(thr_s, loads[3], c.K, c.row_stages)
-        beta = cute.make_rmem_tensor((2, BT // 8), Float32)
-        total = cute.make_rmem_tensor((2, c.K // 8), Float32)
-
-        load_raw, load_row = raw.write_cursor(), row.write_cursor()
-        seen = cute.make_rmem_tensor(1, Int32)
-        seen.fill(0)
-        if loader:
-            for n in cutlass.range(cutlass.min(NT, c.raw_stages - 1), unroll=1):
-                self.load_raw(raw, load_raw, loads, n, seen)
-                load_raw.advance()
-                if n < c.row_stages - 1:
-                    self.load_row(row, load_row, loads, n)
-                    load_row.advance()
-        if const_expr(c.has_h0):
-            cute.autovec_copy(thr_s.partition_C(gH0), acc_S)
-        else:
-            acc_S.fill(0.0)
-        at_raw, at_row = raw.read_cursor(), row.read_cursor()
-        for n in cutlass.range(NT, unroll=1):
-            # a chunk goes into the slots that the chunk before this one has left
-            if loader:
-                if n + c.raw_stages - 1 < NT:
-                    self.load_raw(raw, load_raw, loads, n + c.raw_stages - 1, seen)
-                    load_raw.advance()
-                if n + c.row_stages - 1 < NT:
-                    self.load_row(row, load_row, loads, n + c.row_stages - 1)
-                    load_row.advance()
-            i, j = at_raw.index, at_row.index
-            left = length - n * BT
-            row.wait_full(at_row)
-            built.wait_full(at_raw)
-            # t = beta v + kE S, o = qE S
-            cute.copy(load, tVsV[None, None, None, j], tVrV)
-            cute.autovec_copy(tBsB[None, None, i], beta)
-            acc_V.store(rVc.load().to(Float32))
-            wgmma.scale_columns(acc_V, beta)
-            wgmma.round_to(rS, acc_S)
-            wgmma.fence()
-            wgmma.gemm(mma_t, acc_V, rS, tCrE[None, None, None, i], True)
-            if const_expr(c.want_o):
-                wgmma.gemm(mma_t, acc_O, rS, tCrQ[None, None, None, i], False)
-                if n > 0:
-                    self.send(o, n - 1, Int32(BT), half, tidx)
-            if const_expr(c.want_h):
-                self.vacate(half, tidx)
-                self.stage(put_s, wgmma.as_accumulator(rS, acc_S), h)
-                self.send(h, n, Int32(BT), half, tidx)
-            wgmma.wait(0)
-            # v_new = A t
-            wgmma.round_to(rV, acc_V)
-            wgmma.fence()
-            wgmma.gemm(mma_t, acc_V, rV, tCrA[None, None, None, j], False)
-            cute.autovec_copy(tTsT[None, None, j], total)
-            wgmma.scale_columns(acc_S, total)
-            wgmma.wait(0)
-            wgmma.round_to(rV, acc_V)
-            # S = total S + kR^T v_new, o += Aqk v_new
-            wgmma.fence()
-            wgmma.gemm(mma_s, acc_S, rV, tCrR[None, None, None, i], True)
-            if const_expr(c.want_o):
-                wgmma.gemm(mma_t, acc_O, rV, tCrAqk[None, None, None, j], True)
-            if const_expr(c.want_v_new):
-                self.vacate(half, tidx)
-                self.stage(put_t, rVc, v_new)
-                self.send(v_new, n, left, half, tidx)
-            if const_expr(c.want_o):
-                self.vacate(half, tidx)
-            wgmma.wait(0)
-            raw.free(at_raw)
-            row.free(at_row)
-            if const_expr(c.want_o):
-                rO.store(acc_O.load().to(self.io))
-                self.stage(put_t, rO, o)
-            at_raw.advance()
-            at_row.advance()
-        if const_expr(c.want_o):
-            if NT > 0:
-                self.send(o, NT - 1, length - (NT - 1) * BT, half, tidx)
-        if const_expr(c.want_ht):
-            cute.autovec_copy(acc_S, thr_s.partition_C(gHt))
-        cute.arch.cp_async_bulk_wait_group(0)
-        if const_expr(c.overlapped):
-            overlap.end()
-
-    @cute.jit
-    def load_raw(self, raw, at, loads, n: Int32, seen: cute.Tensor):
-        """q, k, g of chunk n, once the slot is free. They also say that fwd_intra has written chunk n + 1: BUILD asks
-        for what it needs of that once it has these."""
-        if const_expr(self.config.overlapped):
-            own, leader, NT = loads[5]
-            overlap.follow(own, leader, seen, cutlass.min(n + 2, NT), NT)
-        raw.wait_empty(at)
-        barrier = raw.expect(at)
-        for tma, tXsX, tXgX in loads[0]:
-            cute.copy(tma, tXgX[None, n], tXsX[None, at.index], tma_bar_ptr=barrier)
-        ask_ahead(loads[4], n, self.config.K)
-
-    @cute.jit
-    def load_row(self, row, at, loads, n: Int32):
-        """v, A, Aqk and total of chunk n, once the slot is free."""
-        _, rows, gTotal, sTotal, *_ = loads
-        bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32, num_bits_per_copy=32 * self.config.K)
-        row.wait_empty(at)
-        barrier = row.expect(at)
-        for tma, tXsX, tXgX in rows:
-            cute.copy(tma, tXgX[None, n], tXsX[None, at.index], tma_bar_ptr=barrier)
-        with cute.arch.elect_one():
-            cute.copy(bulk, gTotal[n, None], sTotal[None, at.index], mbar_ptr=barrier)
-
-    @cute.jit
-    def vacate(self, half: Int32, tidx: Int32):
-        """Wait until the store whose staging tile is written next has left it: all but the other kinds' latest ones."""
-        c = self.config
-        if cute.arch.make_warp_uniform(tidx // 32) == 0:
-            cute.arch.cp_async_bulk_wait_group(c.want_o + c.want_h + c.want_v_new - 1, read=True)
-        self.meet(half)
-
-    def stage(self, put, rX: cute.Tensor, to) -> None:
-        """A result in accumulator layout to this warpgroup's staging tile of ``to``."""
-        cute.copy(put, put.retile(rX), put.partition_D(to[2]))
-
-    @cute.jit
-    def send(self, to, n: Int32, left: Int32, half: Int32, tidx: Int32):
-        """The staging tile to tile n of ``to``, of which ``left`` tokens are inside the sequence."""
-        tma, gX, sX, rows = to
-        leader = cute.arch.make_warp_uniform(tidx // 32) == 0
-        cute.arch.fence_view_async_shared()
-        self.meet(half)
-        if const_expr(rows is not None):
-            if left < BT:
-                thread = pipe.thread_again() % WARPGROUP  # no address of this rare copy is kept in a register
-                copy.rows_out(sX, rows[None, None, n], left, thread, WARPGROUP)
-        if leader:
-            if const_expr(rows is None):
-                self.send_tile(tma, sX, gX[None, None, n])
-            elif left >= BT:
-                self.send_tile(tma, sX, gX[None, None, n])
-            cute.arch.cp_async_bulk_commit_group()
-
-    def send_tile(self, tma, sX: cute.Tensor, gX: cute.Tensor) -> None:
-        tXsX, tXgX = tma_parts(tma, gX, sX)
-        cute.copy(tma, tXsX, tXgX)
-
-    @cute.jit
-    def meet(self, half: Int32):
-        """Barrier of a warpgroup. The numbers are known at compile time."""
-        if const_expr(self.config.holders == 1):
-            cute.arch.barrier(barrier_id=STATE_BARRIER, number_of_threads=WARPGROUP)
-        elif half == 0:
-            cute.arch.barrier(barrier_id=STATE_BARRIER, number_of_threads=WARPGROUP)
-        else:
-            cute.arch.barrier(barrier_id=STATE_BARRIER + 1, number_of_threads=WARPGROUP)
 
 
 @jit(arch="sm_90a")

@@ -34,7 +34,7 @@ from kernel_fun._cute.decay import LOG2E, NO_DECAY, cut, exp2, magnitude
 from kernel_fun._cute.pipe import Pipe
 from kernel_fun._cute.tile import Tile, tokens_first, vector
 from kernel_fun._cute.warp import load_relaxed, pack, product, select, store_relaxed, unpack
-from kernel_fun.kda._kernels.sm90.scan_config import BC, BLOCKS, BT, DECAYS, Chain, ScanConfig
+from kernel_fun.kda._kernels.sm90.scan_config import BC, BLOCKS, BT, Chain, ScanConfig
 
 BARRIER = 1
 """The named barrier of BUILD."""
@@ -45,15 +45,6 @@ STATE_BARRIER = 3
 def at(word: Any, t: int) -> Any:
     """The word of row t from that of row 0 of a block."""
     return (word ^ (4 * (t % 8))) + 32 * t
-
-
-def ask_ahead(table: cute.Tensor, n: Any, K: int) -> None:
-    """The decays around the blocks of chunk n to L2, by one thread of a warp."""
-    with cute.arch.elect_one():
-        cute.arch.inline_ptx(
-            "cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};",
-            read_only_args=[table[n, None].iterator.toint(), Int32(4 * K * DECAYS)],
-        )
 
 
 LOG1P = {

@@ -10,7 +10,7 @@ from cutlass import Int32, cute
 from kernel_fun._cute import pipe, wgmma
 from kernel_fun._cute.decay import GATES
 from kernel_fun._cute.pipe import Role
-from kernel_fun._cute.tile import SMEM_BYTES, Tile, tma_parts
+from kernel_fun._cute.tile import ALIGN_BYTES, SMEM_BYTES, Tile, tma_parts
 
 BT = 64
 ROWS = wgmma.M
@@ -19,6 +19,7 @@ BETAS = ("raw", "sigmoid", "sigmoid2")
 BC = 16
 """Tokens of a block, a BUILD warp's for 64 channels."""
 BLOCKS = BT // BC
+BARRIER_BYTES = 128
 DECAYS = 1 + 2 * BLOCKS
 """Rows of K decays fwd_intra gives of a chunk: of all of it, before each block, after each block."""
 
@@ -116,11 +117,6 @@ class ScanConfig:
         return True
 
     @property
-    def betas(self) -> int:
-        """Vectors of a chunk's beta in shared memory: by slot where STATE reads them, else one of each half of BUILD."""
-        return self.raw_stages if self.reads_beta else self.builders
-
-    @property
     def threads(self) -> int:
         return self.build.threads + self.state.threads
 
@@ -130,13 +126,44 @@ class ScanConfig:
         return BT * self.K * (2 + 2 * self.reads_q + (4 if self.wide_g else 2))
 
     @property
-    def raw_stages(self) -> int:
+    def squares(self) -> int:
+        """Tiles [BT, BT] of a chunk."""
         raise NotImplementedError
+
+    @property
+    def out_bytes(self) -> int:
+        """What results are staged in."""
+        raise NotImplementedError
+
+    @property
+    def row_stages(self) -> int:
+        return 2
+
+    @property
+    def raw_stages(self) -> int:
+        return 3 if self.bytes_with(3) <= SMEM_BYTES else 2
+
+    @property
+    def betas(self) -> int:
+        """Vectors of a chunk's beta in shared memory."""
+        return self.betas_with(self.raw_stages)
+
+    def betas_with(self, raw_stages: int) -> int:
+        """By slot where STATE reads them, else one of each half of BUILD."""
+        return raw_stages if self.reads_beta else self.builders
 
     @property
     def smem_bytes(self) -> int:
         """Shared memory of the storage, alignment included."""
-        raise NotImplementedError
+        return self.bytes_with(self.raw_stages)
+
+    def bytes_with(self, raw_stages: int) -> int:
+        """Shared memory with so many slots for q, k and g."""
+        rstds = 2 * BC * self.build.warps * self.l2norm
+        small = 4 * (BT * self.betas_with(raw_stages) + self.K * self.row_stages + rstds) + BARRIER_BYTES
+        row = 2 * BT * (self.BV + self.squares * BT)
+        tiles = self.raw_bytes * raw_stages + row * self.row_stages + self.out_bytes
+        return tiles + -(-small // ALIGN_BYTES) * ALIGN_BYTES
 
 
 @dataclass(frozen=True)
