@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import cute
+from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from kernel_fun._cute.compat import LayoutEnum
@@ -104,11 +104,26 @@ def tma_parts(atom: cute.CopyAtom, gX: cute.Tensor, sX: cute.Tensor) -> tuple[cu
     )
 
 
+def words_of(field: Any, words: int) -> cute.Tensor:
+    """A storage field, and what follows it, as a flat tensor of 32-bit words."""
+    return cute.make_tensor(cute.recast_ptr(field.data_ptr(), dtype=Int32), cute.make_layout(words))
+
+
+def modes(mX: cute.Tensor, *order: int) -> cute.Tensor:
+    """A tensor with these modes, in this order."""
+    return cute.make_tensor(mX.iterator, cute.select(mX.layout, list(order)))
+
+
+def without_batch(mX: cute.Tensor) -> cute.Tensor:
+    """[1, tokens, ...] seen as [tokens, ...]."""
+    return modes(mX, *range(1, cute.rank(mX)))
+
+
 def tokens_first(mX: cute.Tensor) -> cute.Tensor:
     """[B, T, HV, D] seen as (T, D, HV, B)."""
-    return cute.make_tensor(mX.iterator, cute.select(mX.layout, [1, 3, 2, 0]))
+    return modes(mX, 1, 3, 2, 0)
 
 
 def dims_first(mX: cute.Tensor) -> cute.Tensor:
     """[B, T, HV, D] seen as (D, T, HV, B)."""
-    return cute.make_tensor(mX.iterator, cute.select(mX.layout, [3, 1, 2, 0]))
+    return modes(mX, 3, 1, 2, 0)

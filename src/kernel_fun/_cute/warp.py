@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cutlass import BFloat16, Float16, Float32, Int32, cute
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, cute
 from cutlass._mlir.dialects import arith
 
 PTX_TYPE = {BFloat16: "bf16", Float16: "f16"}
@@ -108,6 +108,44 @@ def store4(address: Int32, words: Sequence[Int32]) -> None:
     cute.arch.inline_ptx(
         "st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words]
     )
+
+
+def word_at(address: Int32, offset: int) -> Int32:
+    """The word of shared memory that many bytes behind an address."""
+    ptx = f"ld.shared.b32 {{$w0}}, [{{$r0}}+{offset}];"
+    return cute.arch.inline_ptx(ptx, write_only_types=[Int32], read_only_args=[address])
+
+
+def put_word(address: Int32, offset: int, word: Int32) -> None:
+    """A word to shared memory, that many bytes behind an address."""
+    cute.arch.inline_ptx(f"st.shared.b32 [{{$r0}}+{offset}], {{$r1}};", read_only_args=[address, word])
+
+
+def put_global(address: Int64, words: list[Any], exists: Any = None) -> None:
+    """Two or four words to global memory, if ``exists``."""
+    names = ", ".join(f"{{$r{n + 1}}}" for n in range(len(words)))
+    ptx = f"st.global.v{len(words)}.b32 [{{$r0}}], {{{names}}};"
+    given = [address, *words]
+    if exists is not None:
+        ptx = f"{{ .reg .pred p; setp.ne.b32 p, {{$r{len(given)}}}, 0; @p {ptx} }}"
+        given.append(select(exists, Int32(1), Int32(0)))
+    cute.arch.inline_ptx(ptx, read_only_args=given)
+
+
+def row_of_matrix(lane: Int32, unit: Any) -> Int32:
+    """ldmatrix: lane 8 m + i names row i of matrix m. Bytes to a 16-byte unit of it, in rows of 128 bytes."""
+    i = lane & 7
+    return i * 128 + ((unit ^ i) << 4)
+
+
+def bits_of(x: Float32) -> Int32:
+    """The bits of an fp32 value as a word."""
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
+
+
+def as_float(word: Int32) -> Float32:
+    """The bits of a word as fp32."""
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[word])
 
 
 def mma(acc: cute.Tensor, at: int, a: Sequence[Int32], b: Sequence[Int32], dtype: Any) -> None:

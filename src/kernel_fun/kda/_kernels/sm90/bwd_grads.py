@@ -52,7 +52,7 @@ from kernel_fun._cute import pipe
 from kernel_fun._cute.compat import SmemAllocator
 from kernel_fun._cute.compile import DTYPES, Program, jit, symbol, tensor
 from kernel_fun._cute.pipe import Pipe
-from kernel_fun._cute.tile import Tile, storage, vector
+from kernel_fun._cute.tile import Tile, modes, storage, vector, without_batch
 from kernel_fun.kda._kernels.sm90.bwd_grads_config import (
     BT,
     BV,
@@ -145,8 +145,8 @@ class KdaBwdGradsSm90(Math):
         ]
         if cutlass.const_expr(self.c.l2norm):
             mQ_rstd, mK_rstd = without_batch(mQ_rstd), without_batch(mK_rstd)
-        rows = lambda mX: modes([0, 2, 1], mX)
-        states = lambda mX: modes([2, 3, 1, 0], mX)
+        rows = lambda mX: modes(mX, 0, 2, 1)
+        states = lambda mX: modes(mX, 2, 3, 1, 0)
         dqks = None
         if cutlass.const_expr(not self.c.shared):
             dqks = tuple([self.x.storer(rows(x)) for x in (mDq, mDk)])
@@ -198,16 +198,6 @@ class KdaBwdGradsSm90(Math):
             elif warp_index == STORE.first_warp:
                 of = of_qk(dqks) if cutlass.const_expr(not self.c.shared) else []
                 store_tiles(out_qk, qk, of, out_g, gates, of_g(dg), mTable, T, items, HV)
-
-
-def without_batch(mX: cute.Tensor) -> cute.Tensor:
-    """[1, tokens, ...] seen as [tokens, ...]."""
-    return modes(list(range(1, cute.rank(mX))), mX)
-
-
-def modes(order: list[int], mX: cute.Tensor) -> cute.Tensor:
-    """A tensor with its modes in another order."""
-    return cute.make_tensor(mX.iterator, cute.select(mX.layout, order))
 
 
 @jit(arch=ARCH)

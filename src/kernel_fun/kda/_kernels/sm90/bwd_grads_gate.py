@@ -16,9 +16,9 @@ from cutlass import Float32, Int32, cute
 
 from kernel_fun._cute import sweep
 from kernel_fun._cute.decay import LOG2E, NO_DECAY, Gate, exp2, magnitude
-from kernel_fun._cute.warp import load4, pack, select, unpack
+from kernel_fun._cute.warp import bits_of, load4, pack, select, unpack
 from kernel_fun.kda._kernels.sm90.bwd_grads_config import CHANNELS
-from kernel_fun.kda._kernels.sm90.bwd_grads_thread import Thread, bits, put_bits
+from kernel_fun.kda._kernels.sm90.bwd_grads_thread import Thread, put_bits
 
 LOG1P = (
     0.9999432772835241,
@@ -52,7 +52,7 @@ class Gates(Thread):
 
     def no_decay_word(self) -> Int32:
         x = Float32(NO_DECAY[self.c.gate])
-        return bits(x) if self.g.width == 32 else pack(x, x, self.g)
+        return bits_of(x) if self.g.width == 32 else pack(x, x, self.g)
 
     def gate_inputs(self, bias: Any, n: Any) -> list[list[Any]]:
         """Raw gates of eight ``n`` of the thread's two, dt_bias added: for each of its channels, by token."""

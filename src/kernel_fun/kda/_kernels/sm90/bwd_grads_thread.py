@@ -16,8 +16,8 @@ from kernel_fun._cute import pipe, sweep
 from kernel_fun._cute.decay import LOG2E, exp2, magnitude
 from kernel_fun._cute.pipe import WARPGROUP
 from kernel_fun._cute.sweep import Lanes
-from kernel_fun._cute.tile import Tile
-from kernel_fun._cute.warp import select, unpack
+from kernel_fun._cute.tile import Tile, words_of
+from kernel_fun._cute.warp import as_float, select, unpack
 from kernel_fun.kda._kernels.sm90.bwd_grads_config import (
     ADDRESSES,
     BLOCK_BYTES,
@@ -118,11 +118,6 @@ class Thread:
         return sweep.load2(self.at[name] + 32 * n + 8 * self.lane.c)
 
 
-def words_of(field: Any, n: int) -> cute.Tensor:
-    """A storage field as plain words."""
-    return cute.make_tensor(cute.recast_ptr(field.data_ptr(), dtype=Int32), cute.make_layout(n))
-
-
 def put_word(address: Int32, x: Float32) -> None:
     cute.arch.inline_ptx("st.shared.f32 [{$r0}], {$r1};", read_only_args=[address, x])
 
@@ -136,10 +131,6 @@ def load_float(address: Int32) -> Float32:
     return cute.arch.inline_ptx(ptx, write_only_types=[Float32], read_only_args=[address])
 
 
-def bits(x: Float32) -> Int32:
-    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
-
-
 def load_bits(mX: cute.Tensor, at: tuple[Any, ...]) -> Int32:
     """A value of global memory as it stands, without waiting for it."""
     address = (mX.iterator + mX.layout(at)).toint()
@@ -150,9 +141,7 @@ def load_bits(mX: cute.Tensor, at: tuple[Any, ...]) -> Int32:
 def of_bits(word: Int32, dtype: Any) -> Float32:
     """The low value of a word."""
     if dtype is Float32:
-        return cute.arch.inline_ptx(
-            "mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[word]
-        )
+        return as_float(word)
     return unpack(word, dtype)[0]
 
 

@@ -39,11 +39,11 @@ rstds [tokens, H]; total [NT, HV, 9 K]; tokens = B T. Value heads are innermost 
               scales, beta    4 x 64 fp32; dt_bias, A_log: K + 1
               D, between      8 K fp32: decay of each block; 24 K / 2 words: P of each pair, two channels a word
     files     the passes and blocks are :mod:`fwd_intra_scores`; where an item is, what is asked for of the next one
-              and where results go, :mod:`fwd_intra_items`
+              and where results go, :mod:`fwd_intra_items`; the threads, their memory and their barriers,
+              :mod:`fwd_intra_teams`
     regs      128, 2 CTAs an SM; beside the scan one CTA of two such teams, see :mod:`overlap`
 """
 
-# sizes: one CTA and its launch, read in order
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
@@ -55,24 +55,15 @@ from cutlass import Float32, Int32, Int64, cute
 
 from kernel_fun._common.device import of
 from kernel_fun._cute import trisolve
-from kernel_fun._cute.compat import SmemAllocator
 from kernel_fun._cute.compile import DTYPES, Program, jit, symbol, tensor
-from kernel_fun._cute.decay import GATES, Gate
-from kernel_fun._cute.pipe import thread_again
-from kernel_fun._cute.tile import ALIGN_BYTES, SMEM_BYTES, Tile
+from kernel_fun._cute.decay import Gate
+from kernel_fun._cute.tile import Tile, modes, without_batch
 from kernel_fun._cute.warp import select
 from kernel_fun.kda._kernels.sm90 import overlap
 from kernel_fun.kda._kernels.sm90.chunk_inputs import facts_of
-from kernel_fun.kda._kernels.sm90.fwd_intra_items import PLACE_WORDS, PLACES, Items, Place
-from kernel_fun.kda._kernels.sm90.fwd_intra_scores import (
-    BT,
-    HALF_WORDS,
-    PASS,
-    ROW_WORDS,
-    SOLVERS,
-    WARPS,
-    words_of,
-)
+from kernel_fun.kda._kernels.sm90.fwd_intra_config import BT, PASS, SOLVERS, THREADS, WARPS, Config
+from kernel_fun.kda._kernels.sm90.fwd_intra_items import PLACE_WORDS, PLACES, Place
+from kernel_fun.kda._kernels.sm90.fwd_intra_teams import Teams
 from kernel_fun.kda._kernels.sm90.rows import (
     LAUNCHES_TAKE_LEAVES,
     TMA_BYTES,
@@ -90,104 +81,9 @@ if TYPE_CHECKING:
     from kernel_fun.kda._kernels.sm90.chunk_inputs import Facts
 
 ARCH = "sm_90a"
-THREADS = 32 * WARPS
-PAIRS = 24
-"""Pairs of blocks, one left of the other, that are not the two of one 16 x 16 block."""
-
-BETA_MODES = ("raw", "sigmoid", "sigmoid2")
-CTA_RESERVED_BYTES = 1024
-SM_SMEM_BYTES = 233472
-SM_REGISTERS = 65536
-CTAS = 2
-"""CTAs of an SM: 128 registers a thread are as many as the kernel wants."""
 
 
-@dataclass(frozen=True)
-class Resources:
-    smem_bytes: int
-    threads: int
-    registers: int
-    """Most a thread may use."""
-    ctas_per_sm: int
-
-
-@dataclass(frozen=True)
-class Config:
-    """Static facts of one kernel: the compile key. Dtypes by torch name."""
-
-    io: str
-    g: str
-    beta: str
-    K: int
-    gate: str
-    beta_mode: str
-    l2norm: bool
-    has_A_log: bool
-    has_dt_bias: bool
-    packed: bool
-    overlapped: bool = False
-    """The scan runs beside it, see :mod:`overlap`: a CTA has an SM to itself and as many teams as it holds."""
-
-    def __post_init__(self) -> None:
-        floats = ("bfloat16", "float16", "float32")
-        for name, given, allowed in (
-            ("io", self.io, floats[:2]),
-            ("g", self.g, floats),
-            ("beta", self.beta, floats),
-            ("K", self.K, (64, 128)),
-            ("gate", self.gate, GATES),
-            ("beta_mode", self.beta_mode, BETA_MODES),
-        ):
-            if given not in allowed:
-                raise ValueError(f"`{name}` must be one of {', '.join(map(str, allowed))}, got {given}")
-        if self.gate == "log" and (self.has_A_log or self.has_dt_bias):
-            raise ValueError("`A_log` and `dt_bias` must be None with gate 'log', which has no parameters")
-
-    @property
-    def passes(self) -> int:
-        return self.K // PASS
-
-    @property
-    def k_words(self) -> int:
-        """32-bit words from q to k in shared memory."""
-        return self.passes * HALF_WORDS
-
-    @property
-    def g_words(self) -> int:
-        """32-bit words from q to g."""
-        return 2 * self.k_words
-
-    @property
-    def between_words(self) -> int:
-        """Decays between blocks, a word for two channels."""
-        return PAIRS * self.K // 2
-
-    def tile_bytes(self) -> int:
-        return 4 * (self.g_words + self.k_words * (2 if self.g == "float32" else 1))
-
-    @property
-    def team_bytes(self) -> int:
-        """Shared memory of the threads that work on one item."""
-        smem = (
-            1024 + self.tile_bytes() + trisolve.TILE_BYTES + BT * BT * 2
-        )  # the first: barrier, places, alignment
-        smem += 4 * (4 * BT + (WARPS + 1) * self.K + self.between_words)
-        return -(-smem // ALIGN_BYTES) * ALIGN_BYTES if self.overlapped else smem
-
-    @property
-    def teams(self) -> int:
-        """Items a CTA works on at a time."""
-        return CTAS if self.overlapped else 1
-
-    def resources(self) -> Resources:
-        smem, threads = self.team_bytes * self.teams, THREADS * self.teams
-        ctas = min(CTAS // self.teams, SM_SMEM_BYTES // (smem + CTA_RESERVED_BYTES))
-        if smem > SMEM_BYTES:
-            raise ValueError(f"shared memory of {self} is {smem} bytes, more than {SMEM_BYTES}")
-        return Resources(smem, threads, min(255, SM_REGISTERS // (threads * ctas) // 8 * 8), ctas)
-
-
-class KdaFwdIntraSm90(Items):
+class KdaFwdIntraSm90(Teams):
     """The kernel of one config."""
 
     def __init__(self, config: Config) -> None:
@@ -243,9 +139,9 @@ class KdaFwdIntraSm90(Items):
         if cutlass.const_expr(c.overlapped):  # all sequences take turns, a chunk each
             turns = cutlass.max(NT // cutlass.max(row_chunks, 1), 1)
         self.kda_fwd_intra_sm90(
-            *self.x_tile.loader(heads_last(mQ)),
-            *self.x_tile.loader(heads_last(mK)),
-            *self.g_tile.loader(heads_last(mG)),
+            *self.x_tile.loader(modes(mQ, 0, 2, 1)),
+            *self.x_tile.loader(modes(mK, 0, 2, 1)),
+            *self.g_tile.loader(modes(mG, 0, 2, 1)),
             mBeta, mA_log, mDt_bias, mTable, mA, mAqk, mQ_rstd, mK_rstd, mTotal, mReady, T, scale, lower_bound,
             *(cute.fast_divmod_create_divisor_v2(n) for n in (HV, HV // H, turns)),
         ).launch(
@@ -371,89 +267,10 @@ class KdaFwdIntraSm90(Items):
                                 mReady, self.place[here + Place.HV], self.place[here + Place.CHUNK]
                             )
 
-    def team(self, tid: Int32) -> Any:
-        """Which team of its CTA a thread belongs to."""
-        return cute.arch.make_warp_uniform(tid // THREADS) if self.c.overlapped else 0
-
-    def first_item(self, tid: Int32) -> Any:
-        block = cute.arch.block_idx()[0]
-        return self.c.teams * block + self.team(tid) if self.c.overlapped else block
-
-    def within(self, tid: Int32) -> Int32:
-        """A thread's index in its team."""
-        return tid % THREADS if self.c.overlapped else tid
-
-    def own(self, tid: Int32) -> Any:
-        """The shared memory of a thread's team."""
-        if not self.c.overlapped:
-            return SmemAllocator().allocate(self.Storage)
-        size = self.c.team_bytes
-        assert self.Storage.size_in_bytes() <= size
-        memory = SmemAllocator().allocate(size * self.c.teams, ALIGN_BYTES)
-        return self.Storage(memory + cute.assume(self.team(tid) * size, divby=ALIGN_BYTES))
-
-    def meet(self) -> None:
-        """Barrier of a team."""
-        if self.c.overlapped:
-            team = self.team(cute.arch.thread_idx()[0])
-            cute.arch.barrier(barrier_id=1 + team, number_of_threads=THREADS)
-        else:
-            cute.arch.sync_threads()
-
-    def solve(self) -> None:
-        """The inverse from its 16 x 16 blocks, by four warps that meet among themselves."""
-        trisolve.merge_16(self.L, self.warp, self.lane)
-        rows = trisolve.rows_of_L(self.L, self.warp, self.lane)
-        self.solvers_meet()
-        trisolve.multiply_32(self.L, self.warp, self.lane, rows)
-        rows = trisolve.rows_of_X(self.L, self.warp, self.lane)
-        self.solvers_meet()
-        trisolve.merge_32(self.L, self.warp, self.lane, rows)
-
-    def solvers_meet(self) -> None:
-        """Barrier of a team's first warps."""
-        team = self.team(cute.arch.thread_idx()[0])
-        cute.arch.barrier(barrier_id=1 + self.c.teams + team, number_of_threads=32 * SOLVERS)
-
-    def all_meet(self, st: Any) -> None:
-        """A barrier, and the lane anew: its latency passes while others come."""
-        tid = thread_again()
-        self.meet()
-        self.lanes(st, tid)
-
     def gate(self, lower_bound: Float32) -> Gate:
         """The gate of the item's value head."""
         A_log = self.parameters[self.c.K] if self.c.has_A_log else None
         return Gate.of_head(self.c.gate, A_log, lower_bound)
-
-    def lanes(self, st: Any, tid: Int32) -> None:
-        """Views of shared memory and a thread's position."""
-        c = self.c
-        tid = self.within(tid)
-        self.warp, self.lane = cute.arch.make_warp_uniform(tid >> 5), tid & 31
-        self.r, self.t = self.lane >> 2, self.lane & 3
-        # q, k and g are neighbours: one base and constant offsets reach all three
-        self.words = words_of(st.q, c.tile_bytes() // 4)
-        self.at = st.q.data_ptr().toint()
-        self.L = st.L.get_tensor(cute.make_layout(trisolve.SIZE * trisolve.PITCH))
-        self.D = st.D.get_tensor(cute.make_layout(WARPS * c.K))
-        self.beta = words_of(st.beta, BT)
-        self.parameters = st.parameters.get_tensor(cute.make_layout(self.c.K + 1))
-        self.place = words_of(st.place, PLACES * PLACE_WORDS + 1)
-        self.between = words_of(st.between, c.between_words)
-        self.Aqk_words = words_of(st.Aqk, BT * ROW_WORDS)
-        self.Aqk_values = st.Aqk.get_tensor(cute.make_layout(BT * BT))
-        self.scales = st.scales.get_tensor(cute.make_layout(3 * BT))
-
-
-def without_batch(mX: cute.Tensor) -> cute.Tensor:
-    """[1, tokens, ...] seen as [tokens, ...]."""
-    return cute.make_tensor(mX.iterator, cute.select(mX.layout, list(range(1, cute.rank(mX)))))
-
-
-def heads_last(mX: cute.Tensor) -> cute.Tensor:
-    """[tokens, heads, D] seen as (tokens, D, heads)."""
-    return cute.make_tensor(mX.iterator, cute.select(mX.layout, [0, 2, 1]))
 
 
 @jit(arch=ARCH)

@@ -14,15 +14,9 @@ from cutlass import Float32, Int16, Int32, Int64, cute
 from kernel_fun._cute import trisolve
 from kernel_fun._cute.pipe import thread_again
 from kernel_fun._cute.tile import tma_parts
-from kernel_fun._cute.warp import load4, pack, select
-from kernel_fun.kda._kernels.sm90.fwd_intra_scores import (
-    BT,
-    SOLVERS,
-    Scores,
-    as_float,
-    bits_of,
-    put_global,
-)
+from kernel_fun._cute.warp import as_float, bits_of, load4, pack, put_global, select
+from kernel_fun.kda._kernels.sm90.fwd_intra_config import BT, SOLVERS
+from kernel_fun.kda._kernels.sm90.fwd_intra_scores import Scores
 
 
 class Place(IntEnum):

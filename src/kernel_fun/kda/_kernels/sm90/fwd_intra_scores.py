@@ -3,20 +3,21 @@
 Plain methods are Python, traced inline; the others hold branches of the kernel.
 """
 
-# sizes: one pass and what it leaves for the blocks, read in order
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, cute
 
 from kernel_fun._cute import scan, trisolve
 from kernel_fun._cute.compile import DTYPES
 from kernel_fun._cute.decay import FLT_MAX, LOG2E, NO_DECAY, Gate, cut, exp2
 from kernel_fun._cute.tile import Tile
 from kernel_fun._cute.warp import (
+    as_float,
+    bits_of,
     load2,
     load4,
     matrices,
@@ -24,24 +25,26 @@ from kernel_fun._cute.warp import (
     mma_k8,
     pack,
     product,
+    put_global,
+    put_word,
+    row_of_matrix,
     select,
     store2,
     store4,
     unpack,
+    word_at,
+)
+from kernel_fun.kda._kernels.sm90.fwd_intra_config import (
+    BC,
+    BT,
+    HALF_WORDS,
+    PASS,
+    ROW_WORDS,
+    SLOT_WORDS,
+    SOLVERS,
+    WARPS,
 )
 
-BT = 64
-BC = 8
-WARPS = 8
-SOLVERS = 4
-"""Warps that merge inverses; the first of the others asks for the next item."""
-
-PASS = 64
-"""Channels of one pass: a row of 128 bytes, two channels a lane."""
-
-ROW_WORDS = 32
-SLOT_WORDS = BC * ROW_WORDS
-HALF_WORDS = BT * ROW_WORDS
 EPS = 1e-6
 LARGEST_RATE = 2.0**80
 """Of bounded: exp(A_log) log2 e."""
@@ -489,49 +492,6 @@ def place_of(even: int, J: int) -> int:
     return 4 * warp + J % 2
 
 
-def word_at(address: Int32, offset: int) -> Int32:
-    """The word of shared memory that many bytes behind an address."""
-    ptx = f"ld.shared.b32 {{$w0}}, [{{$r0}}+{offset}];"
-    return cute.arch.inline_ptx(ptx, write_only_types=[Int32], read_only_args=[address])
-
-
-def put_word(address: Int32, offset: int, word: Int32) -> None:
-    """A word to shared memory, that many bytes behind an address."""
-    cute.arch.inline_ptx(f"st.shared.b32 [{{$r0}}+{offset}], {{$r1}};", read_only_args=[address, word])
-
-
-def put_global(address: Int64, words: list[Any], exists: Any = None) -> None:
-    """Two or four words to global memory, if ``exists``."""
-    names = ", ".join(f"{{$r{n + 1}}}" for n in range(len(words)))
-    ptx = f"st.global.v{len(words)}.b32 [{{$r0}}], {{{names}}};"
-    given = [address, *words]
-    if exists is not None:
-        ptx = f"{{ .reg .pred p; setp.ne.b32 p, {{$r{len(given)}}}, 0; @p {ptx} }}"
-        given.append(select(exists, Int32(1), Int32(0)))
-    cute.arch.inline_ptx(ptx, read_only_args=given)
-
-
-def words_of(field: Any, words: int) -> cute.Tensor:
-    """A storage field, and what follows it, as a flat tensor of 32-bit words."""
-    return cute.make_tensor(cute.recast_ptr(field.data_ptr(), dtype=Int32), cute.make_layout(words))
-
-
-def row_of_matrix(lane: Int32, unit: Any) -> Int32:
-    """ldmatrix: lane 8 m + i names row i of matrix m. Bytes to a 16-byte unit of it, in rows of 128 bytes."""
-    i = lane & 7
-    return i * 128 + ((unit ^ i) << 4)
-
-
 def pairwise(x: list[Float32]) -> Float32:
     """The sum of a power of two of values."""
     return x[0] if len(x) == 1 else pairwise([y + z for y, z in zip(x[::2], x[1::2], strict=True)])
-
-
-def bits_of(x: Float32) -> Int32:
-    """The bits of an fp32 value as a word."""
-    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
-
-
-def as_float(word: Int32) -> Float32:
-    """The bits of a word as fp32."""
-    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[word])
