@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from kernel_fun._common import support
@@ -23,8 +24,11 @@ from fla.models.kda import KDAConfig, KDAForCausalLM
 
 import kernel_fun.fla as ours
 from kernel_fun._common import compat
+from kernel_fun._common.check import ContractError
+from kernel_fun._common.exchange import PeerFailure
 from kernel_fun.fla import backend, cpu
-from kernel_fun.kda import chunk_kda, reference
+from kernel_fun.kda import build_cp_context, chunk_kda, reference
+from ranks import Ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -224,6 +228,40 @@ def test_the_decision_is_made_once_a_call(registered: None, monkeypatch: pytest.
     q = torch.randn(1, 5, 1, 8)
     fla_ops.chunk_kda(q, q, q, -q.abs(), q[..., 0])
     assert len(bound) == 1
+
+
+def on_rank_through_fla(group: Any, fails: bool) -> Tensor:
+    """fla's chunk_kda on this rank's part of one sequence; ``fails``: rank 1 gives a beta that is too short."""
+    ours.register()
+    try:
+        context = build_cp_context(torch.tensor([0, 32]), group)
+        x = {n: context.shard(t) for n, t in one_sequence().items()}
+        if fails and dist.get_rank(group) == 1:
+            x["beta"] = x["beta"][:, :-1]
+        return fla_ops.chunk_kda(**x, use_qk_l2norm_in_kernel=True, cp_context=context)[0]
+    finally:
+        ours.unregister()
+
+
+def one_sequence() -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(3)
+    x = {n: torch.randn(1, 32, 2, 4, generator=draw, dtype=torch.float64) for n in "qkvg"}
+    x["g"] = -0.05 * x["g"].abs()
+    return x | {"beta": torch.rand(1, 32, 2, generator=draw, dtype=torch.float64)}
+
+
+def test_context_parallel_reaches_us(ranks: Ranks) -> None:
+    whole = chunk_kda(**one_sequence(), use_qk_l2norm_in_kernel=True)[0]
+    found = torch.cat(ranks.run(2, on_rank_through_fla, False), 1)
+    assert (found - whole).abs().max() < 1e-13
+
+
+def test_a_rank_whose_call_is_refused_tells_the_others(ranks: Ranks) -> None:
+    (there, here), seconds = ranks.try_run(2, on_rank_through_fla, True)
+    assert here.type is ContractError
+    assert there.type is PeerFailure
+    assert "`beta`" in there.text
+    assert seconds < 60
 
 
 def test_registering_twice_is_registering_once() -> None:

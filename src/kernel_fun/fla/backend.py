@@ -131,11 +131,16 @@ def _kda(given: Arguments) -> Run | str:
         return reason
     arguments = {**ops._defaults(), **{n: a for n, a in given.items() if n in _KDA_NAMES}}
     arguments["kwargs"] = {n: a for n, a in given.items() if n not in _KDA_NAMES}
-    signature = known.signature(arguments)
-    call, plan = known.recall(signature, arguments) or ops._planned(signature, arguments)
+    if given.get("cp_context") is not None:
+        call, plan, begun = ops._bound_together(arguments)
+        if plan.backend != "fla" and call.split is not None:
+            return lambda: context_parallel.run(call, plan, begun)
+    else:
+        signature = known.signature(arguments)
+        call, plan = known.recall(signature, arguments) or ops._planned(signature, arguments)
     if plan.backend == "fla":
         return _reason(plan)
-    return lambda: (autograd if call.split is None else context_parallel).run(call, plan)
+    return lambda: autograd.run(call, plan)
 
 
 _KDA_NAMES = frozenset(compat.CHUNK_KDA.parameters)
