@@ -637,6 +637,54 @@ def test_a_context_changed_in_place_is_refused(read_before: bool, group_of_one: 
         chunk_kda(**inputs(), cp_context=context)
 
 
+@pytest.mark.parametrize("remembered", [False, True])
+@pytest.mark.parametrize("how", ["replaced", "copied and changed"])
+def test_other_boundaries_in_a_context_are_refused(how: str, remembered: bool, group_of_one: Any) -> None:
+    context = build_cp_context(torch.tensor([0, 5, 8]), group_of_one)
+    if remembered:
+        chunk_kda(**inputs(), cp_context=context)
+    if how == "replaced":
+        context = replace(context, cu_seqlens=torch.tensor([0, 3, 8], dtype=torch.int32))
+    else:
+        context = context.copy_for_backward()
+        context.cu_seqlens[1] = 3
+    with pytest.raises(ContractError, match=r"built with, \[0, 5, 8\], got \[0, 3"):
+        chunk_kda(**inputs(), cp_context=context)
+
+
+def test_boundaries_on_another_device_are_watched_from_the_first_call_on(group_of_one: Any) -> None:
+    """Their values are not asked for, which would wait for the device."""
+    context = build_cp_context(torch.tensor([0, 5, 8]), group_of_one)
+    elsewhere = replace(
+        context, cu_seqlens=context.cu_seqlens.to("meta"), cu_seqlens_cpu=context.cu_seqlens_cpu
+    )
+    partition._splits[elsewhere] = partition.read(context), elsewhere.cu_seqlens._version
+    assert partition.read(elsewhere) is partition.read(context)
+    elsewhere.cu_seqlens.zero_()
+    with pytest.raises(ContractError, match=r"built with, \[0, 5, 8\], got others since"):
+        partition.read(elsewhere)
+
+
+def test_boundaries_changed_before_backward_are_noticed(group_of_one: Any) -> None:
+    context = build_cp_context(torch.tensor([0, 5, 8]), group_of_one)
+    x = {n: t.requires_grad_() if t.is_floating_point() else t for n, t in inputs().items()}
+    o, _ = chunk_kda(**x, cp_context=context)
+    context.cu_seqlens[1] = 3
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        o.sum().backward()
+
+
+def test_a_context_made_in_inference_mode_serves_training(group_of_one: Any) -> None:
+    with torch.inference_mode():
+        context = build_cp_context(torch.tensor([0, 5, 8]), group_of_one)
+    x = {n: t.requires_grad_() for n, t in inputs().items()}
+    chunk_kda(**x, cp_context=context)[0].sum().backward()
+    convolved = torch.randn(1, 8, 3, requires_grad=True)
+    causal_conv1d(convolved, torch.randn(3, 4), cp_context=context)[0].sum().backward()
+    assert x["q"].grad is not None
+    assert convolved.grad is not None
+
+
 def test_a_context_of_a_group_that_is_gone(group_of_one: Any) -> None:
     group = dist.new_group([0])
     context = build_cp_context(CU, group)

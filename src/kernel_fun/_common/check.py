@@ -41,6 +41,12 @@ def holds_data(name: str, tensor: Tensor) -> None:
         raise ContractError(f"`{name}` must hold data, got a tensor on the meta device")
 
 
+def watched(cu: Tensor | None) -> Tensor | None:
+    """Boundaries as autograd is to save them, which then refuses a backward after they were changed; None of
+    those made in inference mode, which it cannot save."""
+    return None if cu is None or cu.is_inference() else cu
+
+
 def no_tangents(operation: str, tensors: dict[str, Any]) -> None:
     """NotImplementedError where a tensor carries a tangent: a kernel would leave it behind without a word."""
     from torch.autograd import forward_ad

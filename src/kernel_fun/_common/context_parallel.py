@@ -334,25 +334,28 @@ def read(context: Any) -> Split | None:
     in. What is raised here follows from the context alone. A context of ours is read once, while its group
     exists.
     """
-    if not isinstance(context, ContextParallel):
+    if not isinstance(context, ContextParallel) or getattr(context, "cu_seqlens", None) is None:
         return _read(context)
-    if context.bounds and (given := tuple(context.cu_seqlens_cpu.tolist())) != context.bounds:
-        raise ContractError(
-            f"`cp_context` must have the boundaries it was built with, {list(context.bounds)}, "
-            f"got {list(given)}: build another one"
-        )
-    known = _splits.get(context)
-    if known is not None:
-        _membership("cp_context.group", known.group)  # it may be gone
-        return known
-    known = _read(context)
-    if known is not None:
-        _splits[context] = known
-    return known
+    cu = context.cu_seqlens
+    version = 0 if cu.is_inference() else cu._version
+    split, read_at = _splits.get(context, (None, version))
+    if context.bounds:
+        now = [x.tolist() for x in (context.cu_seqlens_cpu, cu) if x.device.type == "cpu"]
+        other = [x for x in now if tuple(x) != context.bounds] or ["others since"] * (version != read_at)
+        if other:
+            built = f"the boundaries it was built with, {list(context.bounds)}, got {other[0]}"
+            raise ContractError(f"`cp_context` must have {built}: build another one")
+    if split is not None:
+        _membership("cp_context.group", split.group)  # it may be gone
+        return split
+    split = _read(context)
+    if split is not None:
+        _splits[context] = split, version
+    return split
 
 
-_splits: weakref.WeakKeyDictionary[ContextParallel, Split] = weakref.WeakKeyDictionary()
-"""Of contexts that were read before. Their fields do not change."""
+_splits: weakref.WeakKeyDictionary[ContextParallel, tuple[Split, int]] = weakref.WeakKeyDictionary()
+"""Of contexts that were read before, with the version that ``cu_seqlens`` had. Their fields do not change."""
 
 
 def _read(context: Any) -> Split | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kernel_fun._common import config
+from kernel_fun._common import check, config
 from kernel_fun.cconv.call import TENSORS, Call
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class CausalConv1d(torch.autograd.Function):
         y, ht = forward(call, plan)
         # the residual enters as a sum: its value is not needed again
         x, weight, bias, residual, h0 = tensors
-        ctx.save_for_backward(x, weight, bias, h0, call.cu_seqlens)
+        ctx.save_for_backward(x, weight, bias, h0, check.watched(call.cu_seqlens))
         ctx.facts, ctx.plan = call.facts(), plan
         ctx.residual = None if residual is None else residual.dtype
         ctx.set_materialize_grads(False)

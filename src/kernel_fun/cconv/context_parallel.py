@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from kernel_fun._common import check
 from kernel_fun._common.exchange import Exchange, Silence, Terms, agreed_size, failing, reduce_over
 from kernel_fun.cconv import autograd
 from kernel_fun.cconv.call import TENSORS, Call
@@ -86,7 +87,7 @@ class CausalConv1dParallel(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         y, ht, before = forward(call, plan, exchange)
         x, weight, bias, residual, h0 = tensors
-        ctx.save_for_backward(x, weight, bias, h0, before, call.cu_seqlens)
+        ctx.save_for_backward(x, weight, bias, h0, before, check.watched(call.cu_seqlens))
         ctx.facts, ctx.plan, ctx.split = call.facts(), plan, call.split
         # a rank whose saved tensors are gone or changed can still make the exchange, and tell
         number = 0 if exchange is None else exchange.number

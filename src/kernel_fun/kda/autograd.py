@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kernel_fun._common import check
 from kernel_fun.kda import chain
 from kernel_fun.kda.call import TENSORS, Call
 from kernel_fun.kda.stages import Intra
@@ -22,7 +23,8 @@ class ChunkKDA(torch.autograd.Function):
     """chunk_kda with its own backward.
 
     Saved: the caller's tensors and what fwd_intra returned (and the forward's states with
-    ``disable_recompute``). Normalised q and k, the activated gate and beta are rebuilt.
+    ``disable_recompute``), and boundaries, so that autograd refuses a backward after they were changed.
+    Normalised q and k, the activated gate and beta are rebuilt.
     """
 
     @staticmethod
@@ -30,7 +32,7 @@ class ChunkKDA(torch.autograd.Function):
         with undisturbed(call):
             out = chain.forward(call, plan)
         ctx.call, ctx.plan = call.without_tensors(), plan
-        ctx.save_for_backward(*tensors, *out.intra, out.h, out.v_new)
+        ctx.save_for_backward(*tensors, *out.intra, out.h, out.v_new, check.watched(call.cu_seqlens))
         ctx.set_materialize_grads(False)
         return out.o, out.ht
 
@@ -43,7 +45,7 @@ class ChunkKDA(torch.autograd.Function):
         if do is None and dht is None:
             return (None,) * (2 + n)
         saved = ctx.saved_tensors
-        *intra, h, v_new = saved[n:]
+        *intra, h, v_new, _ = saved[n:]
         call = ctx.call.with_tensors(saved[:n], notes=ctx.call.notes.of(*saved, do, dht))
         with undisturbed(call):
             grads, dh0 = chain.backward(call, ctx.plan, Intra(*intra), do, dht, h, v_new)

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from kernel_fun._common import check
 from kernel_fun._common.exchange import Exchange, Silence, Terms, agreed_size, failing, reduce_over
 from kernel_fun.kda import chain, context_rows
 from kernel_fun.kda.autograd import _NoDoubleBackward, intermediate_states, undisturbed
@@ -126,7 +127,8 @@ class ContextParallelKDA(torch.autograd.Function):
         # a rank whose saved tensors are gone or changed can still make the exchange, and tell
         terms = _terms(call, BACKWARD, plan)
         ctx.exchange = partial(Exchange, _split(call), terms, call.q.device, exchange.number)
-        ctx.save_for_backward(*tensors, *out.intra, out.h, out.v_new, *carried)
+        cu = check.watched(call.cu_seqlens)
+        ctx.save_for_backward(*tensors, *out.intra, out.h, out.v_new, *carried, cu)
         ctx.set_materialize_grads(False)
         return out.o, out.ht
 
@@ -140,7 +142,7 @@ class ContextParallelKDA(torch.autograd.Function):
         with exchange.or_tell():
             saved = ctx.saved_tensors
             call = ctx.call.with_tensors(saved[:n], notes=ctx.call.notes.of(*saved, do, dht))
-            h, v_new, *carried = saved[m:]
+            h, v_new, *carried, _ = saved[m:]
             intra = Intra(*saved[n:m])
             with undisturbed(call):
                 grads, dh0 = backward(
