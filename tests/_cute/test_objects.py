@@ -125,6 +125,23 @@ def test_a_damaged_manifest_and_another_format_are_refused(folder: Path) -> None
             jit()(CONFIG)
 
 
+@pytest.mark.parametrize("file", [5, None, "../kernel.so", "/kernel.so", ""])
+def test_a_file_that_is_none_of_the_directory_is_refused(folder: Path, file: Any) -> None:
+    edit(folder, lambda m: m["kernels"][0].update(file=file))
+    with pytest.raises(objects.ObjectsRefused, match=r"has a damaged manifest\.json"):
+        jit()(CONFIG)
+    holding = objects.holding()
+    assert holding is not None
+    assert (holding.kernels, holding.usable) == (0, 0)
+
+
+def test_a_file_that_others_can_write_is_refused(folder: Path) -> None:
+    library = next(folder.glob("*.so"))
+    library.chmod(0o666)
+    with pytest.raises(objects.ObjectsRefused, match=rf"{library.name} has mode 0666.*: chmod go-w "):
+        jit()(CONFIG)
+
+
 @pytest.mark.parametrize("content", [*DAMAGED, b'{"format": 99, "kernels": []}'])
 def test_a_build_replaces_a_manifest_it_cannot_read(
     folder: Path, content: bytes, caplog: pytest.LogCaptureFixture

@@ -32,7 +32,11 @@ from kernel_fun._common import cache, config, support
 FORMAT = 1
 MANIFEST = "manifest.json"
 LOCK = ".lock"
-FIELDS = ("module", "config", "options", "symbol", "file", "sha256", "sources", "versions")
+FIELDS = {
+    **dict.fromkeys(("module", "config", "options", "symbol", "file", "sha256"), str),
+    "sources": dict,
+    "versions": dict,
+}
 """What an entry of the manifest says of its kernel."""
 RUNTIME = "libcute_dsl_runtime.so"
 
@@ -314,7 +318,10 @@ def _library(folder: Path, entry: dict[str, Any]) -> Path:
     """The file of an entry, as it was built."""
     path = folder / entry["file"]
     try:
+        _closed(path, path.stat())
         content = path.read_bytes()
+    except _Unusable as reason:
+        raise _refused(folder, f"is refused: {reason}") from reason
     except OSError as error:
         raise _refused(
             folder, f"has no readable {path.name} ({error.strerror or error}): build it again"
@@ -374,9 +381,16 @@ def _read(path: Path) -> dict[str, Any]:
         raise _Unreadable(f"has format {manifest['format']}, this version reads {FORMAT}")
     kernels = manifest.get("kernels") if isinstance(manifest, dict) else None
     whole = isinstance(kernels, list) and "format" in manifest
-    if not whole or not all(isinstance(e, dict) and all(f in e for f in FIELDS) for e in kernels):
+    if not whole or not all(map(_names_a_kernel, kernels)):
         raise _Unreadable(f"has a damaged {path.name} (it does not list kernels as this version does)")
     return manifest
+
+
+def _names_a_kernel(entry: Any) -> bool:
+    """Whether an entry has every field, and its file is one of the directory itself."""
+    if not isinstance(entry, dict) or not all(isinstance(entry.get(n), kind) for n, kind in FIELDS.items()):
+        return False
+    return Path(entry["file"]).name == entry["file"]
 
 
 def _link(content: bytes, library: Path) -> None:
