@@ -197,6 +197,17 @@ def test_refusals_are_those_of_eager_mode() -> None:
         op(**problem(B=1), **FLAGS, cu_seqlens=torch.tensor([0, 71]))
 
 
+def test_a_forced_backend_that_cannot_serve_is_refused_with_the_facts_of_the_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KERNEL_FUN_KDA_BACKEND", "sm90")
+    op, _ = compile_it()
+    x = problem()
+    B, T = x["q"].shape[:2]
+    with pytest.raises(Exception, match=rf"BACKEND=sm90 cannot serve B={B} T={T} .*gate=softplus .*: "):
+        op(**x, **FLAGS)
+
+
 def test_what_is_not_traced_runs_outside_the_graph() -> None:
     op = torch.compile(lambda **a: chunk_kda(**a)[0] * 2.0, backend="aot_eager")
     with pytest.raises(TypeError, match="unexpected keyword argument 'scales'"):
