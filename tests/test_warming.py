@@ -124,6 +124,18 @@ def test_nothing_to_warm_is_said() -> None:
     assert len(kernel_fun.warmup(TRAINING, device="cpu")) == 1
 
 
+@pytest.mark.parametrize(
+    "change", [{"gate": "sofplus"}, {"beta_mode": "sigmoi"}, {"dtypes": ("bfloat",) * 5}], ids=str
+)
+def test_a_word_that_no_call_has_is_refused(change: dict[str, Any]) -> None:
+    """It would be warmed as something else, and the real kernel stay cold."""
+    (name,) = change
+    with pytest.raises(ValueError, match=rf"`target` must hold problems whose `{name}` is one of .*, got '"):
+        kernel_fun.warmup([replace(TRAINING, **change)], device="cpu")
+    with pytest.raises(ValueError, match=r"whose `activation` is one of None, silu, swish, got 'relu'"):
+        kernel_fun.warmup([Convolution(1, 1, 8, 4, activation="relu")], device="cpu")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is present")
 def test_an_absent_device_is_said() -> None:
     with pytest.raises(

@@ -60,7 +60,7 @@ def warmup(
         RuntimeError: the device is absent; a problem is not served by a GPU backend of ours on a GPU; a
             problem gives a value that is not finite; or a kernel stayed cold: running the problems again
             made another kernel ready.
-        ValueError: there is nothing to warm.
+        ValueError: there is nothing to warm, or a problem has a word that no call has.
         TypeError: ``dtype`` is no floating-point dtype, or the target neither a model nor problems.
 
     Training with dense and with packed sequences, bfloat16, the gate, beta and norms in the kernel::
@@ -84,7 +84,8 @@ def warmup(
     where = torch.device(device)
     if where.type == "cuda" and not torch.cuda.is_available():
         raise RuntimeError(
-            f"kernel-fun warmup: nothing warmed, {where} was asked for and torch sees no CUDA device"
+            f"kernel-fun warmup: nothing warmed, {where} was asked for and torch sees no CUDA device "
+            "(device='cpu' warms a CPU)"
         )
     report: list[Warmed] = []
     with torch.inference_mode(False), torch.enable_grad():  # whatever mode a server is set up in
@@ -285,10 +286,29 @@ def _distinct(target: Any) -> list[Any]:
     for problem in problems:
         if not isinstance(problem, (Problem, Convolution)):
             raise TypeError(f"`target` must hold problems, got {type(problem).__name__}")
+        _check_words(problem)
         kinds.setdefault(problem.kind, problem)
     if not kinds:
         raise ValueError("`target` must hold at least one problem, got none")
     return list(kinds.values())
+
+
+FLOATS = ("bfloat16", "float16", "float32", "float64")
+GATES, BETA_MODES = ("log", "softplus", "bounded"), ("raw", "sigmoid", "sigmoid2")
+
+
+def _check_words(problem: Any) -> None:
+    """ValueError for a word that no call has: what a user spelt wrong would be warmed as something else."""
+    from kernel_fun.cconv.call import ACTIVATIONS
+
+    words_of = {"gate": GATES, "beta_mode": BETA_MODES, "activation": ACTIVATIONS}
+    said = [
+        (name, getattr(problem, name), words) for name, words in words_of.items() if hasattr(problem, name)
+    ]
+    for name, given, words in (*said, *(("dtypes", d, FLOATS) for d in problem.dtypes)):
+        if given not in words:
+            allowed = ", ".join(map(str, words))
+            raise ValueError(f"`target` must hold problems whose `{name}` is one of {allowed}, got {given!r}")
 
 
 def calls(

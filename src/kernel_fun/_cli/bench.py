@@ -39,7 +39,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--plot", type=Path, metavar="PNG",
         help="also draw the record into this file, bars and a roofline (needs matplotlib: the extra "
         "cli)")  # fmt: skip
-    add("--list", action="store_true", help="list the shapes and what each means, measure nothing")
+    add("--list", action="store_true", help="list shapes, gates and passes, measure nothing")
 
 
 def run(args: argparse.Namespace, screen: Screen) -> tuple[int, dict[str, Any]]:
@@ -52,7 +52,9 @@ def run(args: argparse.Namespace, screen: Screen) -> tuple[int, dict[str, Any]]:
     family = suite.load(args.family)
     if args.list:
         names = {name: str(shape) for name, shape in family.SHAPES.items()}
-        screen.table("shapes", ("name", "sizes"), list(names.items()))
+        sizes = [(name, text.removeprefix(name).strip(" ()")) for name, text in names.items()]
+        screen.table("shapes", ("name", "sizes"), sizes)
+        screen.line(f"gates: {', '.join(family.GATES)}; passes: {', '.join(family.PASSES)}")
         return 0, {"shapes": names, "gates": list(family.GATES), "passes": list(family.PASSES)}
     if args.seconds <= 0:
         raise ValueError(f"`--seconds` must be positive, got {args.seconds}")

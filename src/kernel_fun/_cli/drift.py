@@ -8,7 +8,7 @@ from typing import Any
 from kernel_fun._cli.screen import Screen
 from kernel_fun._common import ledger
 
-HELP = "list GPU kernels that changed since they passed the GPU tests, or never did"
+HELP = "list GPU kernels that changed since they passed the GPU tests, or never did; nothing if none has"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

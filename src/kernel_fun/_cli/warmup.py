@@ -14,7 +14,7 @@ HELP = "compile the kernels of one head shape and run them once, so that no trai
 def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--K", type=int, default=128, metavar="N", help="key head dim (default: 128)")
-    add("--V", type=int, default=256, metavar="N", help="value head dim (default: 256)")
+    add("--V", type=int, default=128, metavar="N", help="value head dim (default: 128)")
     add("--HV", type=int, default=16, metavar="N", help="value heads (default: 16)")
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     add("--device", default="cuda", help="default: cuda")

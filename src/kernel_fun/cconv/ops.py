@@ -249,7 +249,8 @@ def warmup(
     where = torch.device(device)
     if where.type == "cuda" and not torch.cuda.is_available():
         raise RuntimeError(
-            f"kernel-fun cconv warmup: nothing warmed, {where} was asked for and torch sees no CUDA device"
+            f"kernel-fun cconv warmup: nothing warmed, {where} was asked for and torch sees no CUDA device "
+            "(device='cpu' warms a CPU)"
         )
     generator = torch.Generator(where).manual_seed(0)
 

@@ -328,7 +328,8 @@ def warmup(
     where = torch.device(device)
     if where.type == "cuda" and not torch.cuda.is_available():
         raise RuntimeError(
-            f"kernel-fun kda warmup: nothing warmed, {where} was asked for and torch sees no CUDA device"
+            f"kernel-fun kda warmup: nothing warmed, {where} was asked for and torch sees no CUDA device "
+            "(device='cpu' warms a CPU)"
         )
     make = torch.Generator(device="cpu").manual_seed(0)
 
