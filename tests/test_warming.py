@@ -271,7 +271,11 @@ class TestBuild:
     def test_what_no_kernel_serves_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(BackendUnavailable, match="K = 100, kernels are built for 64 and 128"):
             warming.build([replace(self.GPU, K=100)], "sm_90a", tmp_path)
-        with pytest.raises(ValueError, match=r"`arch` must be one of sm_90a, got 'sm_80'"):
+        with pytest.raises(
+            ValueError, match=r"one of sm_90a, got 'sm90': the compiler's name of it is sm_90a"
+        ):
+            warming.build([TRAINING], "sm90", tmp_path / "objects")
+        with pytest.raises(ValueError, match=r"`arch` must be one of sm_90a, got 'sm_80'$"):
             warming.build([self.GPU], "sm_80", tmp_path)
 
     def test_without_the_compiler(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,8 @@ def build(
     from kernel_fun._common.plan import BackendUnavailable
 
     if arch not in ARCHS:
-        raise ValueError(f"`arch` must be one of {', '.join(ARCHS)}, got {arch!r}")
+        hint = "".join(f": the compiler's name of it is {a}" for a, ours in ARCHS.items() if ours == arch)
+        raise ValueError(f"`arch` must be one of {', '.join(ARCHS)}, got {arch!r}{hint}")
     if (absent := support.missing("cute")) is not None:
         raise BackendUnavailable(absent)
     from kernel_fun._cute import objects
