@@ -390,7 +390,7 @@ def _names_a_kernel(entry: Any) -> bool:
     """Whether an entry has every field, and its file is one of the directory itself."""
     if not isinstance(entry, dict) or not all(isinstance(entry.get(n), kind) for n, kind in FIELDS.items()):
         return False
-    return Path(entry["file"]).name == entry["file"]
+    return entry["file"] != "" and Path(entry["file"]).name == entry["file"]
 
 
 def _link(content: bytes, library: Path) -> None:
