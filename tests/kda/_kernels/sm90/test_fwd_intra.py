@@ -20,6 +20,7 @@ from kernel_fun._cute.varlen import chunk_table
 from kernel_fun.kda._kernels.sm90 import fwd_intra as module
 from kernel_fun.kda._kernels.sm90 import fwd_intra_scores as scores
 from kernel_fun.kda._kernels.sm90.fwd_intra import Config, fwd_intra
+from kernel_fun.kda._kernels.sm90.fwd_intra_config import SM_REGISTERS
 
 FULL = Config(
     io="bfloat16",
@@ -60,7 +61,7 @@ def test_compiles_within_its_resources(config: Config):
     assert kernel.stack_bytes == 0
     assert want.smem_bytes <= tile.SMEM_BYTES
     assert want.ctas_per_sm == 2
-    assert want.ctas_per_sm * want.threads * want.registers <= module.SM_REGISTERS
+    assert want.ctas_per_sm * want.threads * want.registers <= SM_REGISTERS
 
 
 @pytest.mark.parametrize(
