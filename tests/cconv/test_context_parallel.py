@@ -210,6 +210,19 @@ def test_a_mistake_that_leaves_the_size_known_reaches_all(what: str, bad: int, r
         assert answer.startswith("Contract" if rank == bad else "PeerFailure")
 
 
+@pytest.mark.parametrize(
+    ("change", "what"), [({"bias": torch.zeros(D)}, "bias"), ({"activation": "silu"}, "activation")]
+)
+def test_ranks_that_compute_something_else_are_told(change: dict[str, Any], what: str, ranks: Ranks) -> None:
+    """The gradient of a rank's inputs depends on what later ranks make of them."""
+    answers, _ = ranks.try_run(2, mistaken, 1, change, False)
+    for answer in answers:
+        assert answer.startswith(
+            "PeerFailure: causal_conv1d forward: ranks 0 and 1 of the context-parallel group called with "
+            f"different {what}; these must agree: "
+        ), answer
+
+
 def integers(group: Any) -> str:
     """Rank 1 gives integers where the others compute, and send, in float64."""
     context = build_cp_context(torch.tensor([0, 48]), group)

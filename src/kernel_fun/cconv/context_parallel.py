@@ -278,6 +278,7 @@ def _exchange_of_forward(call: Call, plan: Plan) -> Exchange | None:
         "dtype of x": call.x.dtype,
         "need of a gradient": plan.problem.needs_grad,
         "activation": call.activation,
+        "bias": call.bias is None,
     }
     if split.reduce_gradients:  # the backwards then meet in a sum of these
         agreed["gradients of weight and bias"] = [
