@@ -312,6 +312,23 @@ def test_a_mask_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
         layer(torch.randn(2, 70, 32), attention_mask=torch.ones(shape))
 
 
+def test_padding_of_one_token_leaves_the_states_of_its_row() -> None:
+    model, text, x = kimi_model(), tokens(2, 9), torch.randn(2, 1, 32)
+    layer = model.model.layers[0].self_attn
+    with torch.no_grad(), ours.patch(model):
+        cache, all_present = (model(input_ids=text, use_cache=True).cache for _ in range(2))
+        before = cache.get_recurrent_state(0).clone(), cache.get_conv_state(0)[..., -4:].clone()
+        y = layer(x, cache=cache, attention_mask=torch.tensor([[1], [0]]))
+        expected = layer(x, cache=all_present)
+    after = cache.get_recurrent_state(0), cache.get_conv_state(0)[..., -4:]
+    stepped = all_present.get_recurrent_state(0), all_present.get_conv_state(0)[..., -4:]
+    assert relative_error(expected[0], y[0]) < 1e-5
+    assert not y[1].any()
+    for was, now, step in zip(before, after, stepped, strict=True):
+        assert relative_error(step[0], now[0]) < 1e-5
+        assert torch.equal(was[1], now[1])
+
+
 def test_a_patched_layer_compiles_without_a_break() -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 

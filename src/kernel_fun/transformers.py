@@ -224,7 +224,7 @@ def forward(
     if cache is not None:
         conv_state, state = cache.get_conv_state(self.layer_idx), cache.get_recurrent_state(self.layer_idx)
     recording = torch.is_grad_enabled() or torch.compiler.is_compiling()
-    step = T == 1 and conv_state is not None and not recording
+    step = T == 1 and cu_seqlens is None and conv_state is not None and not recording
 
     qkv = torch.cat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), -1)
     qkv = _convolved(self, qkv, cache, conv_state, cu_seqlens, step)
