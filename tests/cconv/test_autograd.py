@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -86,6 +87,20 @@ def test_an_input_changed_before_the_backward_is_an_error(name: str) -> None:
         a[name].add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("how", ["a view of a buffer", "saved as a copy"])
+def test_boundaries_that_autograd_cannot_watch_are_read_as_they_were(how: str) -> None:
+    a = Case(lengths=(9, 11)).arguments()
+    leaf, dy = a["x"].requires_grad_(), torch.randn_like(a["x"])
+    (expected,) = torch.autograd.grad(causal_conv1d(**a)[0], leaf, dy)
+    ring = torch.stack((a["cu_seqlens"], a["cu_seqlens"]))
+    a["cu_seqlens"] = ring[0] if how == "a view of a buffer" else a["cu_seqlens"].clone()
+    hooks = torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda t: t)
+    with hooks if how == "saved as a copy" else contextlib.nullcontext():
+        y, _ = causal_conv1d(**a)
+    a["cu_seqlens"][1] = 3
+    assert torch.equal(torch.autograd.grad(y, leaf, dy)[0], expected)
 
 
 def test_only_the_callers_tensors_are_saved() -> None:

@@ -418,6 +418,8 @@ def failing(group: Any, p: Problem, bad: int, how: str) -> str:
             x["initial_state"] = x["initial_state"].mT
         elif how == "a flag of another type":
             more["output_final_state"] = "yes"
+        elif how == "a flag that is a tensor":
+            more["state_v_first"] = torch.ones(2)
         elif how == "two rows":
             x.update({n: torch.cat((x[n], x[n])) for n in BY_TOKEN})
     try:
@@ -470,6 +472,7 @@ FAILURES = {
     "a decay of too few heads": "`g` must have shape",
     "states of another layout": "`initial_state` must have shape",
     "a flag of another type": "`output_final_state` must be True or False, got 'yes'",
+    "a flag that is a tensor": "`state_v_first` must be True or False, got tensor",
     "two rows": "`q` must have batch size 1 with `cp_context`, got 2",
     "an overwritten input": "needed for gradient computation has been modified",
     "no gradient": "",

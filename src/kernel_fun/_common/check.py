@@ -41,10 +41,10 @@ def holds_data(name: str, tensor: Tensor) -> None:
         raise ContractError(f"`{name}` must hold data, got a tensor on the meta device")
 
 
-def watched(cu: Tensor | None) -> Tensor | None:
-    """Boundaries as autograd is to save them, which then refuses a backward after they were changed; None of
-    those made in inference mode, which it cannot save."""
-    return None if cu is None or cu.is_inference() else cu
+def kept(cu: Tensor | None) -> Tensor | None:
+    """Boundaries for a backward to save and read: autograd then refuses it after they were changed. A copy
+    where it cannot know that: of those made in inference mode, and of a view, whose version others share."""
+    return cu if cu is None or not (cu.is_inference() or cu._is_view()) else cu.clone()
 
 
 def no_tangents(operation: str, tensors: dict[str, Any]) -> None:

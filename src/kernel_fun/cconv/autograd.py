@@ -28,7 +28,7 @@ class CausalConv1d(torch.autograd.Function):
         y, ht = forward(call, plan)
         # the residual enters as a sum: its value is not needed again
         x, weight, bias, residual, h0 = tensors
-        ctx.save_for_backward(x, weight, bias, h0, check.watched(call.cu_seqlens))
+        ctx.save_for_backward(x, weight, bias, h0, check.kept(call.cu_seqlens))
         ctx.facts, ctx.plan = call.facts(), plan
         ctx.residual = None if residual is None else residual.dtype
         ctx.set_materialize_grads(False)
@@ -49,8 +49,8 @@ class CausalConv1d(torch.autograd.Function):
 
     @staticmethod
     def _gradients(ctx: Any, dy: Tensor | None, dht: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, weight, bias, h0, _ = ctx.saved_tensors
-        call = Call.for_backward(ctx.facts, x, weight, bias, h0)
+        x, weight, bias, h0, cu = ctx.saved_tensors
+        call = Call.for_backward(ctx.facts, x, weight, bias, h0, cu)
         wants = dict(zip(TENSORS, ctx.needs_input_grad[2:]))
         bwd: Bwd = ctx.plan.load("bwd")
         given = torch.zeros_like(x, memory_format=torch.contiguous_format) if dy is None else dy

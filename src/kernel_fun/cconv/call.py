@@ -112,14 +112,19 @@ class Call:
 
     def facts(self) -> tuple[Any, ...]:
         """What a context keeps beside its saved tensors."""
-        return self.cu_seqlens, self.N, self.activation, self.memo
+        return self.N, self.activation, self.memo
 
     @staticmethod
     def for_backward(
-        facts: tuple[Any, ...], x: Tensor, weight: Tensor, bias: Tensor | None, h0: Tensor | None
+        facts: tuple[Any, ...],
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        h0: Tensor | None,
+        cu_seqlens: Tensor | None,
     ) -> Call:
         """The call as its backward reads it."""
-        cu_seqlens, N, activation, memo = facts
+        N, activation, memo = facts
         return Call(
             x, weight, bias, None, h0, cu_seqlens, N, activation,
             output_final_state=False, asked="triton", context_parallel=False, unknown=(), verbatim={},

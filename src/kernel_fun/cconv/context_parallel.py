@@ -87,7 +87,7 @@ class CausalConv1dParallel(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         y, ht, before = forward(call, plan, exchange)
         x, weight, bias, residual, h0 = tensors
-        ctx.save_for_backward(x, weight, bias, h0, before, check.watched(call.cu_seqlens))
+        ctx.save_for_backward(x, weight, bias, h0, before, check.kept(call.cu_seqlens))
         ctx.facts, ctx.plan, ctx.split = call.facts(), plan, call.split
         # a rank whose saved tensors are gone or changed can still make the exchange, and tell
         number = 0 if exchange is None else exchange.number
@@ -105,8 +105,8 @@ class CausalConv1dParallel(torch.autograd.Function):
         dy, dht = grad_outputs
         exchange = ctx.exchange()
         with _telling(exchange):
-            x, weight, bias, h0, before, _ = ctx.saved_tensors
-            call = replace(Call.for_backward(ctx.facts, x, weight, bias, h0), split=ctx.split)
+            x, weight, bias, h0, before, cu = ctx.saved_tensors
+            call = replace(Call.for_backward(ctx.facts, x, weight, bias, h0, cu), split=ctx.split)
         with torch.no_grad():
             g = backward(call, ctx.plan, exchange, before, dy, dht, any(ctx.needs_input_grad[4:6]))
             dr = None

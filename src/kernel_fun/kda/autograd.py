@@ -32,7 +32,7 @@ class ChunkKDA(torch.autograd.Function):
         with undisturbed(call):
             out = chain.forward(call, plan)
         ctx.call, ctx.plan = call.without_tensors(), plan
-        ctx.save_for_backward(*tensors, *out.intra, out.h, out.v_new, check.watched(call.cu_seqlens))
+        ctx.save_for_backward(*tensors, *out.intra, out.h, out.v_new, check.kept(call.cu_seqlens))
         ctx.set_materialize_grads(False)
         return out.o, out.ht
 
@@ -45,8 +45,8 @@ class ChunkKDA(torch.autograd.Function):
         if do is None and dht is None:
             return (None,) * (2 + n)
         saved = ctx.saved_tensors
-        *intra, h, v_new, _ = saved[n:]
-        call = ctx.call.with_tensors(saved[:n], notes=ctx.call.notes.of(*saved, do, dht))
+        *intra, h, v_new, cu = saved[n:]
+        call = ctx.call.with_tensors(saved[:n], cu, notes=ctx.call.notes.of(*saved, do, dht))
         with undisturbed(call):
             grads, dh0 = chain.backward(call, ctx.plan, Intra(*intra), do, dht, h, v_new)
         results = (*grads, dh0)

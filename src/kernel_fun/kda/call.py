@@ -179,8 +179,11 @@ class Call:
         """The same call holding none of its differentiable tensors: what a context may keep."""
         return self.like(notes=self.notes, verbatim={}, **_NO_TENSORS)
 
-    def with_tensors(self, tensors: tuple[Tensor | None, ...], notes: Notes | None = None) -> Call:
-        return self.like(notes=notes, **dict(zip(TENSORS, tensors)))
+    def with_tensors(
+        self, tensors: tuple[Tensor | None, ...], cu_seqlens: Tensor | None, notes: Notes | None = None
+    ) -> Call:
+        """The call as its backward reads it."""
+        return self.like(notes=notes, cu_seqlens=cu_seqlens, **dict(zip(TENSORS, tensors)))
 
     def problem(self) -> Problem:
         import torch

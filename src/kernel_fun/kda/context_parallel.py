@@ -64,13 +64,19 @@ def failing_together(arguments: dict[str, Any]) -> AbstractContextManager[Split 
     """Around what a rank checks before its forward: its exception reaches every rank of the cp group. Gives
     the context as it is read."""
 
+    def is_on(switch: Any) -> bool:
+        """Whether one that may be refused yet, a tensor say, is taken for True."""
+        return not isinstance(switch, torch.Tensor) and bool(switch)
+
     def exchange(split: Split) -> Exchange | Silence:
         kwargs = arguments["kwargs"]
-        gate = {n: kwargs.get(n) for n in ("A_log", "dt_bias")} if arguments["use_gate_in_kernel"] else {}
+        gated = is_on(arguments["use_gate_in_kernel"])
+        gate = {n: kwargs.get(n) for n in ("A_log", "dt_bias")} if gated else {}
         given = {
             n: x for n, x in {**arguments, **gate}.items() if isinstance(x, torch.Tensor) and n in TENSORS
         }
-        told = _sizes_told(given, bool(arguments["state_v_first"] or kwargs.get("transpose_state_layout")))
+        v_first = is_on(arguments["state_v_first"]) or is_on(kwargs.get("transpose_state_layout"))
+        told = _sizes_told(given, v_first)
         if told is None:
             return Silence.UNKNOWN_SIZE
         is_wide = any(x.dtype == torch.float64 for x in given.values())
@@ -127,7 +133,7 @@ class ContextParallelKDA(torch.autograd.Function):
         # a rank whose saved tensors are gone or changed can still make the exchange, and tell
         terms = _terms(call, BACKWARD, plan)
         ctx.exchange = partial(Exchange, _split(call), terms, call.q.device, exchange.number)
-        cu = check.watched(call.cu_seqlens)
+        cu = check.kept(call.cu_seqlens)
         ctx.save_for_backward(*tensors, *out.intra, out.h, out.v_new, *carried, cu)
         ctx.set_materialize_grads(False)
         return out.o, out.ht
@@ -141,8 +147,8 @@ class ContextParallelKDA(torch.autograd.Function):
         exchange = ctx.exchange()
         with exchange.or_tell():
             saved = ctx.saved_tensors
-            call = ctx.call.with_tensors(saved[:n], notes=ctx.call.notes.of(*saved, do, dht))
-            h, v_new, *carried, _ = saved[m:]
+            h, v_new, *carried, cu = saved[m:]
+            call = ctx.call.with_tensors(saved[:n], cu, notes=ctx.call.notes.of(*saved, do, dht))
             intra = Intra(*saved[n:m])
             with undisturbed(call):
                 grads, dh0 = backward(

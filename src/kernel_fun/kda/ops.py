@@ -98,7 +98,8 @@ def chunk_kda(
             ``torch.inference_mode()``, and with ``disable_recompute=False``.
         state_v_first: All states are ``[..., V, K]``.
         cu_seqlens: ``[N + 1]`` int32 or int64 boundaries of packed sequences, on q's device or the CPU; B
-            must be 1. Sequences may be empty; rows past the last boundary give zero outputs and gradients.
+            must be 1. Sequences may be empty; rows past the last boundary give zero outputs and gradients. A
+            backward after they were changed in place is refused, as after a change of q.
         cu_seqlens_cpu: The same on the CPU; spares a wait for the device.
         cp_context: The tensors are this rank's part of a packed batch that :func:`build_cp_context`, or that
             of fla, cut over a process group; its boundaries replace ``cu_seqlens``. Every rank of the group
