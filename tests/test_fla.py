@@ -230,17 +230,39 @@ def test_the_decision_is_made_once_a_call(registered: None, monkeypatch: pytest.
     assert len(bound) == 1
 
 
-def on_rank_through_fla(group: Any, fails: bool) -> Tensor:
-    """fla's chunk_kda on this rank's part of one sequence; ``fails``: rank 1 gives a beta that is too short."""
+def on_rank_through_fla(group: Any, mistake: str = "") -> Tensor:
+    """fla's chunk_kda on this rank's part of one sequence; rank 1 makes a mistake."""
     ours.register()
     try:
         context = build_cp_context(torch.tensor([0, 32]), group)
-        x = {n: context.shard(t) for n, t in one_sequence().items()}
-        if fails and dist.get_rank(group) == 1:
-            x["beta"] = x["beta"][:, :-1]
-        return fla_ops.chunk_kda(**x, use_qk_l2norm_in_kernel=True, cp_context=context)[0]
+        x: dict[str, Any] = {n: context.shard(t) for n, t in one_sequence().items()}
+        first: tuple[Any, ...] = ()
+        if dist.get_rank(group) == 1:
+            if mistake == "a short beta":
+                x["beta"] = x["beta"][:, :-1]
+            elif mistake == "no q and an unknown keyword":
+                x |= {"q": None, "shiny": 1}
+            elif mistake == "a missing argument":
+                del x["beta"]
+            elif mistake == "an argument given twice":
+                first = (x["q"],)
+        return fla_ops.chunk_kda(*first, **x, use_qk_l2norm_in_kernel=True, cp_context=context)[0]
     finally:
         ours.unregister()
+
+
+def goes_on(group: Any, mistake: str) -> list[str]:
+    """Rank 1 makes a mistake that no other hears of, and goes on."""
+    group = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
+    said: list[str] = []
+    for wrong in (mistake, ""):
+        if dist.get_rank(group) == 1 or not wrong:
+            try:
+                on_rank_through_fla(group, wrong)
+                said.append("returned")
+            except Exception as error:
+                said.append(type(error).__name__)
+    return said
 
 
 def one_sequence() -> dict[str, Tensor]:
@@ -252,16 +274,29 @@ def one_sequence() -> dict[str, Tensor]:
 
 def test_context_parallel_reaches_us(ranks: Ranks) -> None:
     whole = chunk_kda(**one_sequence(), use_qk_l2norm_in_kernel=True)[0]
-    found = torch.cat(ranks.run(2, on_rank_through_fla, False), 1)
+    found = torch.cat(ranks.run(2, on_rank_through_fla), 1)
     assert (found - whole).abs().max() < 1e-13
 
 
-def test_a_rank_whose_call_is_refused_tells_the_others(ranks: Ranks) -> None:
-    (there, here), seconds = ranks.try_run(2, on_rank_through_fla, True)
-    assert here.type is ContractError
+@pytest.mark.parametrize(
+    ("mistake", "error", "name"),
+    [("a short beta", ContractError, "`beta`"), ("no q and an unknown keyword", TypeError, "shiny")],
+)
+def test_a_rank_whose_call_is_refused_tells_the_others(
+    mistake: str, error: type[Exception], name: str, ranks: Ranks
+) -> None:
+    (there, here), seconds = ranks.try_run(2, on_rank_through_fla, mistake)
+    assert issubclass(here.type, error)
     assert there.type is PeerFailure
-    assert "`beta`" in there.text
+    assert name in there.text
     assert seconds < 60
+
+
+@pytest.mark.parametrize("mistake", ["a missing argument", "an argument given twice"])
+def test_a_rank_whose_call_python_refuses_is_astray(mistake: str, ranks: Ranks) -> None:
+    there, here = ranks.run(2, goes_on, mistake)
+    assert here == ["TypeError", "PeerFailure"]
+    assert there == ["PeerFailure"]
 
 
 def test_registering_twice_is_registering_once() -> None:

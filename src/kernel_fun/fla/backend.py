@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from kernel_fun._common import compat, config, support
+from kernel_fun._common import compat, config, exchange, support
 from kernel_fun._common import device as devices
 from kernel_fun._common.compiler import by_name
 from kernel_fun._common.plan import announce
@@ -19,6 +19,8 @@ from kernel_fun.fla import cpu
 PRIORITY = 2
 """Before FlashKDA (3), which serves inference alone; after Ascend's (0)."""
 
+UNBOUND = "arguments that do not bind"
+"""So that the call goes on to fla's own function, where Python refuses it."""
 Arguments = dict[str, Any]
 Run = Callable[[], Any]
 
@@ -108,7 +110,9 @@ def backend() -> Any:
                 return False, "kernel-fun serves whole operations"
             op, decision = decide
             given = by_name(op.parameters, args, kwargs)
-            decided = "arguments that do not bind" if given is None else decision(given)
+            if given is None:
+                exchange.unbound(kwargs)
+            decided = UNBOUND if given is None else decision(given)
             self._accepted.run = None if isinstance(decided, str) else decided
             return (False, decided) if isinstance(decided, str) else (True, None)
 
@@ -123,8 +127,12 @@ def _kda(given: Arguments) -> Run | str:
     """chunk_kda: what runs it, or why it is not ours."""
     from kernel_fun.kda import autograd, context_parallel, known, ops
 
+    if not all(name in given for name in ("q", "k", "v", "g", "beta")):
+        exchange.unbound(given)
+        return UNBOUND
     unknown = [name for name in given if name not in _KDA_NAMES and name not in compat.CHUNK_KDA.keywords]
-    if unknown and given["q"].device.type != "cpu":  # fla ignores it; on a CPU there is nobody to go on to
+    on_cpu = getattr(getattr(given["q"], "device", None), "type", "cpu") == "cpu"
+    if unknown and not on_cpu:  # fla ignores it; on a CPU there is nobody to go on to
         reason = f"keyword {unknown[0]!r} is not known to kernel-fun"
         message = f"kernel-fun kda: chunk_kda delegated to fla: {reason}"
         support.log_once(("unknown", unknown[0]), logging.WARNING, message)
