@@ -52,6 +52,14 @@ def test_a_file_in_the_place_of_the_directory_is_refused(cache_dir: Path):
         cache.load(DIGEST)
 
 
+def test_a_user_without_a_home_is_told(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("KERNEL_FUN_CACHE_DIR", "~nobody-of-this-name/kernels")
+    with pytest.raises(
+        cache.CacheRefused, match=r"home directory.*; name a directory by KERNEL_FUN_CACHE_DIR"
+    ):
+        cache.load(DIGEST)
+
+
 @pytest.mark.parametrize("damage", [b"", b"machine cod", b"machine codE", b"machine code "])
 def test_a_damaged_entry_is_deleted_and_not_returned(cache_dir: Path, damage: bytes):
     path = cache.store(DIGEST, b"machine code")

@@ -61,12 +61,15 @@ def directory() -> Path:
     ``KERNEL_FUN_CACHE_DIR``, else ``~/.cache/kernel-fun``. Raises :class:`CacheRefused` where it is not a
     directory, belongs to another user, can be written by others, or cannot be created.
     """
-    path = Path(CACHE_DIR.read() or "~/.cache/kernel-fun").expanduser()
+    path = Path(CACHE_DIR.read() or "~/.cache/kernel-fun")
     try:
+        path = path.expanduser()
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = path.stat()
     except OSError as error:
         raise CacheRefused(f"{path}: {error.strerror or error}") from error
+    except RuntimeError as error:  # of a user without a home
+        raise CacheRefused(f"{path}: {error}; name a directory by {CACHE_DIR.name}") from error
     if not stat.S_ISDIR(status.st_mode):
         raise CacheRefused(f"{path} is not a directory")
     if status.st_uid != os.geteuid():

@@ -284,7 +284,10 @@ def holding() -> Holding | None:
 
 def _folder() -> Path | None:
     place = config.KERNELS.read()
-    return Path(place).expanduser() if place else None
+    try:
+        return Path(place).expanduser() if place else None
+    except RuntimeError as error:  # of a user without a home
+        raise ObjectsRefused(f"{config.KERNELS.name}={place} is no directory: {error}") from error
 
 
 def _entry(folder: Path, module: str, kernel_config: object, options: str) -> dict[str, Any]:
