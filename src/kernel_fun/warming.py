@@ -295,12 +295,12 @@ def _distinct(target: Any) -> list[Any]:
 
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
-GATES, BETA_MODES = ("log", "softplus", "bounded"), ("raw", "sigmoid", "sigmoid2")
 
 
 def _check_words(problem: Any) -> None:
     """ValueError for a word that no call has: what a user spelt wrong would be warmed as something else."""
     from kernel_fun.cconv.call import ACTIVATIONS
+    from kernel_fun.kda.call import BETA_MODES, GATES
 
     words_of = {"gate": GATES, "beta_mode": BETA_MODES, "activation": ACTIVATIONS}
     said = [

@@ -21,6 +21,7 @@ PRIORITY = 2
 
 UNBOUND = "arguments that do not bind"
 """So that the call goes on to fla's own function, where Python refuses it."""
+
 Arguments = dict[str, Any]
 Run = Callable[[], Any]
 
@@ -110,9 +111,9 @@ def backend() -> Any:
                 return False, "kernel-fun serves whole operations"
             op, decision = decide
             given = by_name(op.parameters, args, kwargs)
-            if given is None:
-                exchange.unbound(kwargs)
             decided = UNBOUND if given is None else decision(given)
+            if decided == UNBOUND:
+                exchange.unbound(kwargs)
             self._accepted.run = None if isinstance(decided, str) else decided
             return (False, decided) if isinstance(decided, str) else (True, None)
 
@@ -128,7 +129,6 @@ def _kda(given: Arguments) -> Run | str:
     from kernel_fun.kda import autograd, context_parallel, known, ops
 
     if not all(name in given for name in ("q", "k", "v", "g", "beta")):
-        exchange.unbound(given)
         return UNBOUND
     unknown = [name for name in given if name not in _KDA_NAMES and name not in compat.CHUNK_KDA.keywords]
     on_cpu = getattr(getattr(given["q"], "device", None), "type", "cpu") == "cpu"

@@ -39,6 +39,11 @@ FLAGS = (
     "use_graph",
 )
 
+GATES = ("log", "softplus", "bounded")
+"""log: g is the log decay. softplus, bounded: computed from raw g in the kernel."""
+BETA_MODES = ("raw", "sigmoid", "sigmoid2")
+"""sigmoid2: twice the sigmoid."""
+
 KEYWORDS = ("A_log", "dt_bias", "chunk_size", "transpose_state_layout")
 """What chunk_kda reads from its ``**kwargs``."""
 
@@ -58,9 +63,9 @@ class Problem:
     dtypes: tuple[str, str, str, str, str] = ("bfloat16", "bfloat16", "bfloat16", "bfloat16", "bfloat16")
     """Of q, k, v, g, beta."""
     gate: str = "log"
-    """log (g is the log decay), softplus or bounded (computed from raw g in the kernel)."""
+    """One of :data:`GATES`."""
     beta_mode: str = "raw"
-    """raw, sigmoid or sigmoid2 (twice the sigmoid)."""
+    """One of :data:`BETA_MODES`."""
     l2norm: bool = False
     state_v_first: bool = False
     has_h0: bool = False
