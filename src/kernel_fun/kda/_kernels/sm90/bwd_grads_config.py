@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from kernel_fun._cute import pipe, sweep
-from kernel_fun._cute.decay import GATES
 from kernel_fun._cute.pipe import Role
 from kernel_fun._cute.tile import SMEM_BYTES
+from kernel_fun.kda._kernels.sm90.chunk_config import ChunkConfig
 
 BT = 64
 EIGHTS = BT // sweep.EIGHT
@@ -30,7 +30,6 @@ ADDRESSES = ("q", "k", "g", "X", "Y", "A", *TOKEN_VECTORS, "base", "seen", "dvb_
 """Fields of shared memory that threads address by themselves."""
 DO, V_NEW, DV2, V = range(4)
 """Places of the [64, 64] tiles of a ring slot."""
-BETA_MODES = ("raw", "sigmoid", "sigmoid2")
 
 
 class Barrier(IntEnum):
@@ -41,38 +40,16 @@ class Barrier(IntEnum):
 
 
 @dataclass(frozen=True)
-class Config:
-    """Static facts of one kernel: the compile key. Dtypes by torch name.
+class Config(ChunkConfig):
+    """Static facts of one kernel: the compile key.
 
     ``shared``: a query head has several value heads; dq and dk are then their fp32 shares, not yet normalised.
     """
 
-    io: str
-    g: str
-    beta: str
-    K: int
-    gate: str
-    beta_mode: str
-    l2norm: bool
-    has_A_log: bool
-    has_dt_bias: bool
-    packed: bool
     shared: bool = False
 
     def __post_init__(self) -> None:
-        half = ("bfloat16", "float16")
-        for name, given, allowed in (
-            ("io", self.io, half),
-            ("g", self.g, (*half, "float32")),
-            ("beta", self.beta, (*half, "float32")),
-            ("K", self.K, (64, 128)),
-            ("gate", self.gate, GATES),
-            ("beta_mode", self.beta_mode, BETA_MODES),
-        ):
-            if given not in allowed:
-                raise ValueError(f"`{name}` must be one of {', '.join(map(str, allowed))}, got {given}")
-        if self.gate == "log" and (self.has_A_log or self.has_dt_bias):
-            raise ValueError("`A_log` and `dt_bias` must be None with gate 'log', which has no parameters")
+        super().__post_init__()
         if pipe.register_budget(THREADS, (MATH, LOAD)) < 0:
             raise ValueError("MATH and LOAD must not take more registers than a CTA gets at entry")
         if self.smem_bytes > SMEM_BYTES:

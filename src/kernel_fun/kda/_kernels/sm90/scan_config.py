@@ -11,11 +11,11 @@ from kernel_fun._cute import pipe, wgmma
 from kernel_fun._cute.decay import GATES
 from kernel_fun._cute.pipe import Role
 from kernel_fun._cute.tile import ALIGN_BYTES, SMEM_BYTES, Tile, tma_parts
+from kernel_fun.kda._kernels.sm90.chunk_config import BETA_MODES
 
 BT = 64
 ROWS = wgmma.M
 """Columns of V a STATE warpgroup owns: the rows of its products."""
-BETAS = ("raw", "sigmoid", "sigmoid2")
 BC = 16
 """Tokens of a block, a BUILD warp's for 64 channels."""
 BLOCKS = BT // BC
@@ -52,7 +52,7 @@ class ScanConfig:
             ("K", (64, 128)),
             ("BV", (64, 128)),
             ("gate", GATES),
-            ("beta_mode", BETAS),
+            ("beta_mode", BETA_MODES),
             ("index", ("", "int32", "int64")),
         ):
             if getattr(self, name) not in allowed:
