@@ -22,7 +22,7 @@ os.environ["KERNEL_FUN_KDA_BACKEND"] = "sm90"
 import torch
 from kernel_fun import testing
 from kernel_fun.kda import chunk_kda
-x = testing.make_inputs("softplus_random", seqlens=(61, 0, 124), tail=9, H=1, HV=2, K=128, V=128, dtype=torch.bfloat16,
+x = testing.make_inputs("{gate}", seqlens=(61, 0, 124), tail=9, H=1, HV=2, K=128, V=128, dtype=torch.bfloat16,
     initial_state=True, output_final_state=True, device="cuda")
 out = testing.run(chunk_kda, x, **testing.make_upstream(x))
 print("finite" if all(v.isfinite().all() for v in out.values()) else "NOT FINITE")
@@ -47,8 +47,9 @@ def is_known(x: racecheck.Hazard) -> bool:
     return "kda_bwd_grads" in x.kernel and (x.first // 128, x.second // 128) == (1, 0)
 
 
-def test_no_race_but_those_of_the_tool():
-    report, found = racecheck.run("-c", CALL)
+@pytest.mark.parametrize("gate", ["softplus_random", "bounded"])
+def test_no_race_but_those_of_the_tool(gate: str):
+    report, found = racecheck.run("-c", CALL.replace("{gate}", gate))
     assert "\nfinite" in report
     strange = [x for x in found if not is_known(x)]
     assert not strange, strange[:20]

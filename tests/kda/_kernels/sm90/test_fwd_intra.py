@@ -342,14 +342,52 @@ def test_dense(kind: str, T: int):
 
 @pytest.mark.parametrize("kind", ["softplus", "slow", "bounded", "-inf"])
 @pytest.mark.parametrize("lengths", [[1, 0, 63, 64, 65, 0, 15, 92], [0, 0, 5], [300]], ids=str)
+@pytest.mark.parametrize("K", [64, 128])
 @on_hopper
-def test_packed(kind: str, lengths: list[int]):
+def test_packed(K: int, kind: str, lengths: list[int]):
     ends = torch.tensor(lengths).cumsum(0).tolist()
-    x = case(kind, ends[-1] + 9, K=64, HV=4)
+    x = case(kind, ends[-1] + 9, K=K, HV=4)
     for name in ("q", "k", "g", "beta"):
         x[name][:, ends[-1] :] = math.nan
     x["table"] = chunk_table(torch.tensor([0, *ends], device="cuda"), ends[-1] + 9)
     check(x, [(e - n, n) for e, n in zip(ends, lengths)])
+
+
+FAST, SLOW = 60.0, -60.0
+"""Raw bounded gates of decays e^-5 and 1."""
+
+
+@pytest.mark.parametrize("bound", [-5.0, -7.0])  # quotients and products
+@pytest.mark.parametrize("kind", ["fast", "slow", "either", "blocks", "eights", "spikes"])
+@on_hopper
+def test_ends_of_the_bounded_gate(kind: str, bound: float):
+    x = case("bounded", 250, HV=4, A_log=None, dt_bias=None) | dict(lower_bound=bound)
+    token = torch.arange(250, device="cuda")[None, :, None, None]
+    chance = torch.rand(x["g"].shape, device="cuda")
+    is_fast = {
+        "fast": chance >= 0,
+        "slow": chance < 0,
+        "either": chance < 0.5,
+        "blocks": (token // 16 % 2 == 0).expand_as(chance),
+        "eights": (token // 8 % 2 == 0).expand_as(chance),
+        "spikes": chance < 0.03,
+    }[kind]
+    x["g"] = torch.where(is_fast, FAST, SLOW).to(torch.bfloat16)
+    check(x, [(0, 250)])
+
+
+@pytest.mark.parametrize("kind", ["softplus", "bounded", "-inf"])
+@on_hopper
+def test_rows_do_not_depend_on_later_tokens(kind: str):
+    x = case(kind, 130, HV=4)
+    before = fwd_intra(**x)
+    later = {n: x[n].clone() for n in ("q", "k", "g", "beta")}
+    for t in later.values():
+        t[:, 77:] = -3.0
+    for a, b in zip(before[:4], fwd_intra(**x | later)[:4]):
+        assert a is not None
+        assert b is not None
+        assert torch.equal(a[:, :77], b[:, :77])
 
 
 @on_hopper

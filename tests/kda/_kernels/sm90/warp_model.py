@@ -6,6 +6,7 @@ Runs the plain Python parts of a kernel as they stand. Registers are ``[32]`` ar
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,11 @@ def bf16_values(bits: Any) -> np.ndarray:
 
 def rounded(x: Any) -> np.ndarray:
     return bf16_values(bf16_bits(x))
+
+
+def words_of(x: np.ndarray) -> np.ndarray:
+    """The bits of fp32 values; words as they are."""
+    return x.view(np.uint32).astype(np.int64) if x.dtype == np.float32 else x
 
 
 class Machine:
@@ -57,6 +63,8 @@ class Machine:
     def ptx(self, code: str, write_only_types: Any = (), read_only_args: Any = ()) -> Any:
         op = code.split(maxsplit=1)[0] if code[0] != "{" else "clamp"
         args = [np.broadcast_to(np.asarray(x), 32) for x in read_only_args]
+        if found := re.search(r"\{\$r0\}\+(\d+)\]", code):
+            args[0] = args[0] + int(found.group(1))
         out = getattr(self, "op_" + re.sub(r"\W", "_", op.split(".")[0]))(op, *args)
         return out[0] if out is not None and len(out) == 1 else out
 
@@ -79,8 +87,16 @@ class Machine:
         return [np.clip(x, low, high)]
 
     def op_mul(self, op: str, x: Any, y: Any) -> Any:
+        if op == "mul.rn.bf16x2":
+            pairs = ([bf16_values(w >> n) for n in (0, 16)] for w in map(words_of, (x, y)))
+            return self.op_cvt("cvt.rn.bf16x2.f32", *(a * b for a, b in zip(*pairs, strict=True)))
         assert op == "mul.sat.f32"
         return [np.nan_to_num(np.clip(x * y, np.float32(0), np.float32(1)))]
+
+    def op_add(self, op: str, x: Any) -> Any:
+        """Of a number as a word, what rounds it to tf32."""
+        assert op == "add.u32"
+        return [(words_of(x) + 0x1000).astype(np.uint32).view(np.float32)]
 
     def op_abs(self, op: str, x: Any) -> Any:
         return [np.abs(x)]
@@ -111,6 +127,7 @@ class Machine:
         return list(x.astype(np.int64) if kind is np.uint32 else x)
 
     def op_st(self, op: str, address: Any, *values: Any) -> None:
+        values = tuple(words_of(v) for v in values) if op.endswith("b32") else values
         kind = np.uint32 if op.endswith("b32") else np.float32
         for lane in LANE:
             at = int(address[lane])
@@ -152,3 +169,28 @@ def install(monkeypatch: Any, machine: Machine, *modules: Any) -> None:
         ):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, put)
+
+
+class View:
+    """An array of shared memory as a kernel indexes it."""
+
+    def __init__(self, machine: Machine, address: int, kind: Any, n: int) -> None:
+        self.x = machine.smem[address : address + np.dtype(kind).itemsize * n].view(kind)
+        self.iterator = SimpleNamespace(toint=lambda: np.int64(address))
+
+    def __getitem__(self, i: Any) -> Any:
+        x = self.x[np.broadcast_to(np.asarray(i), 32)]
+        return x if x.dtype == np.float32 else x.astype(np.int64)
+
+    def __setitem__(self, i: Any, value: Any) -> None:
+        self.x[np.broadcast_to(np.asarray(i), 32)] = value
+
+
+class Registers(list[Any]):
+    """fp32 registers of every lane."""
+
+    def __init__(self, n: int, _kind: Any = None) -> None:
+        super().__init__([np.zeros(32, np.float32)] * n)
+
+    def fill(self, x: float) -> None:
+        self[:] = [np.full(32, x, np.float32)] * len(self)

@@ -4,11 +4,7 @@ Maths, per item: tokens i, j of 64, channels c of K; q, k of head h = hv // G:
 
     q_rstd_i = rsqrt(sum_c q_ic^2 + 1e-6), k_rstd_i alike             fp32; 1 without l2norm
     a_ic     = exp(gate(g_ic))                                        fp32 in [0, 1]; 1 past the last token
-    f_s, r_s = running products of a in aligned groups of s tokens    fp32, see kernel_fun._cute.scan
-    S[i, j]  = sum_c (x_ic f_s[i]) (k_jc r_s[j]),  x = q or k         i right, j left in a group of 2 s; s = 1, 2, 4
-    S[i, j]  = sum_c (x_ic f_8[i]) (k_jc r_8[j] P)                    i, j of blocks I > J of 8 tokens; P is the
-                                                                      decay of the blocks between them
-               f, r, P and their products rounded to io, fp32 accumulators
+    S[i, j]  = sum_c x_ic k_jc a_[j+1]c ... a_ic,  x = q or k         operands rounded to io, fp32 accumulators
     S_q[i,i] = sum_c q_ic k_ic                                        exact products, fp32 accumulators
     Aqk      = scale q_rstd_i k_rstd_j S_q                            rounded to io; 0 above the diagonal
     L        = beta_i k_rstd_i k_rstd_j S_k, i > j                    fp32
@@ -16,29 +12,29 @@ Maths, per item: tokens i, j of 64, channels c of K; q, k of head h = hv // G:
     total_c  = products of a over the chunk, and over what of it comes before and after each
                16 tokens                                              fp32
 
-Every factor of row i is a product of decays, each at most 1, of tokens that row i may see.
+Every factor of row i is made of decays of tokens that row i may see. How S comes about depends on the gate: as products
+of decays, of any gate, :mod:`fwd_intra_products`; as their quotients, of one with a bound, :mod:`fwd_intra_quotients`.
 
 Operands: q, k [tokens, H, K]; g [tokens, HV, K]; beta [tokens, HV]; A, Aqk [tokens, HV, 64];
 rstds [tokens, H]; total [NT, HV, 9 K]; tokens = B T. Value heads are innermost in the order of items.
 
     tiles     64 tokens x 64 channels a pass, K / 64 passes     grid min(NT HV, resident)     threads 256
-    warp b    tokens 8 b .. 8 b + 7, its block; a lane has two neighbouring channels of all 8
-    pass      norms as diagonals of mma.sync; raw words -> a, f, r;  level 1 from registers, as diagonals too;
-              operands over the block's own raw rows: levels 2 and 4 in one product, then q f_8 where q was,
-              k f_8 where k was, k r_8 where g was
-    blocks    warps 0-3: the 8 x 8 block below each 16 x 16 diagonal;  4-7: P of every other pair, and total
-              warps 0-5: 16 x 16 blocks of S, P times k r_8 in registers;  6, 7: 16 x 16 inverses
+    passes    norms as diagonals of mma.sync; raw words to decays; operands over the warp's own raw rows
+    blocks    warps 0-3: what is near the diagonal;  4-7: decays between blocks, and total
+              warps 0-5: 16 x 16 blocks of S, the decays between times k's operand in registers;  6, 7: 16 x 16 inverses
     merges    16 -> 32 -> 64 by warps 0-3 while TMA brings the next item and 4-7 store Aqk, the rstds and
               ask for the next beta and dt_bias
     barriers  TMA full; CTA: operands, diagonals and P, L, A; of warps 0-3: X_32, T
-    limit     words through shared memory: about 5100 of 128 bytes an item, three quarters of the clocks it takes
+    limit     words through shared memory: by count about 5100 of 128 bytes an item, three quarters of the clocks it takes;
+              with quotients 3900
 
     smem      q, k, g         64 K each, in their dtypes, 128-byte swizzle
               L, then A       64 x 68 fp32
               Aqk             64 x 64 io, 16-byte units of row i permuted by i mod 8
-              scales, beta    4 x 64 fp32; dt_bias, A_log: K + 1
-              D, between      8 K fp32: decay of each block; 24 K / 2 words: P of each pair, two channels a word
-    files     the passes and blocks are :mod:`fwd_intra_scores`; where an item is, what is asked for of the next one
+              scales, beta    4 x 64 fp32, with quotients 7 x 64; dt_bias, A_log: K + 1
+              D, between      8 K fp32: decay of each block of 8; 24 K / 2 words: P of each pair, two channels a word.
+                              With quotients 4 K of blocks of 16, 6 K / 2
+    files     what both forms of S share is :mod:`fwd_intra_scores`; where an item is, what is asked for of the next one
               and where results go, :mod:`fwd_intra_items`; the threads, their memory and their barriers,
               :mod:`fwd_intra_teams`
     regs      128, 2 CTAs an SM; beside the scan one CTA of two such teams, see :mod:`overlap`
@@ -61,8 +57,19 @@ from kernel_fun._cute.tile import Tile, modes, without_batch
 from kernel_fun._cute.warp import select
 from kernel_fun.kda._kernels.sm90 import overlap
 from kernel_fun.kda._kernels.sm90.chunk_inputs import facts_of
-from kernel_fun.kda._kernels.sm90.fwd_intra_config import BT, PASS, SOLVERS, THREADS, WARPS, Config
+from kernel_fun.kda._kernels.sm90.fwd_intra_config import (
+    BT,
+    FAR,
+    PASS,
+    SOLVERS,
+    THREADS,
+    WARPS,
+    Config,
+    takes_quotients,
+)
 from kernel_fun.kda._kernels.sm90.fwd_intra_items import PLACE_WORDS, PLACES, Place
+from kernel_fun.kda._kernels.sm90.fwd_intra_products import Products
+from kernel_fun.kda._kernels.sm90.fwd_intra_quotients import LEAST_BOUND, Quotients
 from kernel_fun.kda._kernels.sm90.fwd_intra_teams import Teams
 from kernel_fun.kda._kernels.sm90.rows import (
     LAUNCHES_TAKE_LEAVES,
@@ -84,7 +91,7 @@ ARCH = "sm_90a"
 
 
 class KdaFwdIntraSm90(Teams):
-    """The kernel of one config."""
+    """The kernel of one config, but for the form of its scores."""
 
     def __init__(self, config: Config) -> None:
         self.c = config
@@ -121,8 +128,8 @@ class KdaFwdIntraSm90(Teams):
             g: self.g_tile.field()
             L: cute.struct.Align[cute.struct.MemRange[Float32, trisolve.SIZE * trisolve.PITCH], 128]
             Aqk: cute.struct.Align[cute.struct.MemRange[self.io, BT * BT], 1024]
-            scales: cute.struct.Align[cute.struct.MemRange[Float32, 3 * BT], 128]
-            D: cute.struct.Align[cute.struct.MemRange[Float32, WARPS * self.c.K], 128]
+            scales: cute.struct.Align[cute.struct.MemRange[Float32, self.c.scales], 128]
+            D: cute.struct.Align[cute.struct.MemRange[Float32, self.c.blocks * self.c.K], 128]
             between: cute.struct.Align[cute.struct.MemRange[Int32, self.c.between_words], 128]
             full: cute.struct.MemRange[Int64, 1]
             place: cute.struct.MemRange[Int32, PLACES * PLACE_WORDS + 1]
@@ -223,25 +230,24 @@ class KdaFwdIntraSm90(Teams):
                 self.locate(item + step, items, T, then, mTable)
             if valid > 0:
                 gate = self.gate(lower_bound)
-                self.settle_beta()
-                self.clear_diagonal()
+                self.begin()
                 cute.arch.mbarrier_wait(full, phase)
                 self.blank(valid)
-                acc, pair = self.scores(gate, scale, valid)
+                own = self.scores(gate, scale, valid)
                 cute.arch.fence_view_async_shared()  # no more is written to the tiles before TMA does
                 self.all_meet(st)
-                self.put_block(acc, pair)
+                self.put_block(*own)
                 if self.warp < SOLVERS:
-                    self.level_eight()
+                    self.near(scale, valid)
                 else:
                     chunk, hv = self.place[here + Place.CHUNK], self.place[here + Place.HV]
                     self.decays_between(mTotal[chunk, hv, None])
                 ahead = self.first_operands()
                 self.meet()
-                if self.warp < 6:
+                if self.warp < FAR:
                     self.blocks(ahead)
                 else:
-                    trisolve.invert_blocks(self.L, self.warp - 6, self.lane)
+                    trisolve.invert_blocks(self.L, self.warp - FAR, self.lane)
             self.all_meet(st)
             if self.warp == SOLVERS:
                 self.fetch(then, full)
@@ -273,13 +279,21 @@ class KdaFwdIntraSm90(Teams):
         return Gate.of_head(self.c.gate, A_log, lower_bound)
 
 
+class OfProducts(Products, KdaFwdIntraSm90):
+    pass
+
+
+class OfQuotients(Quotients, KdaFwdIntraSm90):
+    pass
+
+
 @jit(arch=ARCH)
 def _compile(config: Config) -> Program:
     """Arguments of :class:`KdaFwdIntraSm90`; tokens B T, heads H and HV, chunks NT are run-time sizes."""
     tokens, H, HV, NT, K = symbol(), symbol(), symbol(), symbol(), config.K
     rstd = tensor("float32", 1, tokens, H, align=4) if config.l2norm else None
     return Program(
-        KdaFwdIntraSm90(config),
+        (OfQuotients if config.quotients else OfProducts)(config),
         (
             tensor(config.io, 1, tokens, H, K),
             tensor(config.io, 1, tokens, H, K),
@@ -355,9 +369,11 @@ def prepare(
         raise ValueError(f"`lower_bound` must be a number <= 0 with gate 'bounded', got {lower_bound}")
     if B * T >= 1 << 31:
         raise ValueError(f"`q` must have fewer than 2^31 tokens, got {B * T}")
+    dtypes = [str(x[2]).removeprefix("torch.") for x in (q, g, beta)]
+    quotients = gate == "bounded" and lower_bound >= LEAST_BOUND and takes_quotients(*dtypes[:2], K)
     config = Config(
-        *(str(x[2]).removeprefix("torch.") for x in (q, g, beta)), K, gate, beta_mode, l2norm,
-        A_log is not None, dt_bias is not None, table is not None,
+        *dtypes, K, gate, beta_mode, l2norm, A_log is not None, dt_bias is not None, table is not None,
+        quotients=quotients,
     )  # fmt: skip
     NT = B * -(-T // BT) if table is None else table[0][0]
     rows = tma_rows(q), tma_rows(k), tma_rows(g), packed_rows(beta)

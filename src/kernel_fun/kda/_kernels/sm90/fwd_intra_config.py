@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kernel_fun._cute import trisolve
-from kernel_fun._cute.decay import GATES
 from kernel_fun._cute.tile import ALIGN_BYTES, SMEM_BYTES
+from kernel_fun.kda._kernels.sm90.chunk_config import ChunkConfig
 
 BT = 64
 BC = 8
@@ -21,10 +21,9 @@ ROW_WORDS = 32
 SLOT_WORDS = BC * ROW_WORDS
 HALF_WORDS = BT * ROW_WORDS
 THREADS = 32 * WARPS
-PAIRS = 24
-"""Pairs of blocks, one left of the other, that are not the two of one 16 x 16 block."""
+FAR = 6
+"""16 x 16 blocks below those on the diagonal, a warp each."""
 
-BETA_MODES = ("raw", "sigmoid", "sigmoid2")
 CTA_RESERVED_BYTES = 1024
 SM_SMEM_BYTES = 233472
 SM_REGISTERS = 65536
@@ -42,36 +41,20 @@ class Resources:
 
 
 @dataclass(frozen=True)
-class Config:
-    """Static facts of one kernel: the compile key. Dtypes by torch name."""
+class Config(ChunkConfig):
+    """Static facts of one kernel: the compile key."""
 
-    io: str
-    g: str
-    beta: str
-    K: int
-    gate: str
-    beta_mode: str
-    l2norm: bool
-    has_A_log: bool
-    has_dt_bias: bool
-    packed: bool
     overlapped: bool = False
     """The scan runs beside it, see :mod:`overlap`: a CTA has an SM to itself and as many teams as it holds."""
+    quotients: bool = False
+    """Scores are made of quotients of decays, see :mod:`fwd_intra_quotients`, which bounded gates allow."""
 
     def __post_init__(self) -> None:
-        floats = ("bfloat16", "float16", "float32")
-        for name, given, allowed in (
-            ("io", self.io, floats[:2]),
-            ("g", self.g, floats),
-            ("beta", self.beta, floats),
-            ("K", self.K, (64, 128)),
-            ("gate", self.gate, GATES),
-            ("beta_mode", self.beta_mode, BETA_MODES),
-        ):
-            if given not in allowed:
-                raise ValueError(f"`{name}` must be one of {', '.join(map(str, allowed))}, got {given}")
-        if self.gate == "log" and (self.has_A_log or self.has_dt_bias):
-            raise ValueError("`A_log` and `dt_bias` must be None with gate 'log', which has no parameters")
+        super().__post_init__()
+        if self.quotients and not (self.gate == "bounded" and takes_quotients(self.io, self.g, self.K)):
+            raise ValueError(
+                f"`quotients` must be False but for bounded gates, bf16, 16-bit g and K = 128, got {self}"
+            )
 
     @property
     def passes(self) -> int:
@@ -88,9 +71,19 @@ class Config:
         return 2 * self.k_words
 
     @property
+    def blocks(self) -> int:
+        """Blocks of tokens whose decays are known."""
+        return BT // 16 if self.quotients else WARPS
+
+    @property
     def between_words(self) -> int:
-        """Decays between blocks, a word for two channels."""
-        return PAIRS * self.K // 2
+        """Decays between blocks, a word for two channels: of every far block, or of the four pairs of eights in it."""
+        return FAR * (1 if self.quotients else 4) * self.K // 2
+
+    @property
+    def scales(self) -> int:
+        """Three of a row; with quotients, sums of the other half of the channels as well."""
+        return (6 if self.quotients else 3) * BT
 
     def tile_bytes(self) -> int:
         return 4 * (self.g_words + self.k_words * (2 if self.g == "float32" else 1))
@@ -101,7 +94,7 @@ class Config:
         smem = (
             1024 + self.tile_bytes() + trisolve.TILE_BYTES + BT * BT * 2
         )  # the first: barrier, places, alignment
-        smem += 4 * (4 * BT + (WARPS + 1) * self.K + self.between_words)
+        smem += 4 * (BT + self.scales + (self.blocks + 1) * self.K + self.between_words)
         return -(-smem // ALIGN_BYTES) * ALIGN_BYTES if self.overlapped else smem
 
     @property
@@ -115,3 +108,8 @@ class Config:
         if smem > SMEM_BYTES:
             raise ValueError(f"shared memory of {self} is {smem} bytes, more than {SMEM_BYTES}")
         return Resources(smem, threads, min(255, SM_REGISTERS // (threads * ctas) // 8 * 8), ctas)
+
+
+def takes_quotients(io: str, g: str, K: int) -> bool:
+    """Whether scores can be made of quotients: bf16 has their range, and two warps share a block's channels."""
+    return io == "bfloat16" and g != "float32" and K == 2 * PASS

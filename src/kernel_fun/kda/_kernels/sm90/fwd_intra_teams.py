@@ -13,7 +13,7 @@ from kernel_fun._cute import trisolve
 from kernel_fun._cute.compat import SmemAllocator
 from kernel_fun._cute.pipe import thread_again
 from kernel_fun._cute.tile import ALIGN_BYTES, words_of
-from kernel_fun.kda._kernels.sm90.fwd_intra_config import BT, ROW_WORDS, SOLVERS, THREADS, WARPS, Config
+from kernel_fun.kda._kernels.sm90.fwd_intra_config import BT, ROW_WORDS, SOLVERS, THREADS, Config
 from kernel_fun.kda._kernels.sm90.fwd_intra_items import PLACE_WORDS, PLACES, Items
 
 
@@ -83,11 +83,11 @@ class Teams(Items):
         self.words = words_of(st.q, c.tile_bytes() // 4)
         self.at = st.q.data_ptr().toint()
         self.L = st.L.get_tensor(cute.make_layout(trisolve.SIZE * trisolve.PITCH))
-        self.D = st.D.get_tensor(cute.make_layout(WARPS * c.K))
+        self.D = st.D.get_tensor(cute.make_layout(c.blocks * c.K))
         self.beta = words_of(st.beta, BT)
         self.parameters = st.parameters.get_tensor(cute.make_layout(self.c.K + 1))
         self.place = words_of(st.place, PLACES * PLACE_WORDS + 1)
         self.between = words_of(st.between, c.between_words)
         self.Aqk_words = words_of(st.Aqk, BT * ROW_WORDS)
         self.Aqk_values = st.Aqk.get_tensor(cute.make_layout(BT * BT))
-        self.scales = st.scales.get_tensor(cute.make_layout(3 * BT))
+        self.scales = st.scales.get_tensor(cute.make_layout(c.scales))
