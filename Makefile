@@ -40,6 +40,7 @@ lint: $(VENV)/.dev
 
 types: $(VENV)/.dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/pyright --pythonpath $(BIN)/python -p tests
 
 contracts: $(VENV)/.dev
 	$(BIN)/lint-imports

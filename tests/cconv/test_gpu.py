@@ -247,7 +247,7 @@ def test_frozen_weight_and_state_only() -> None:
     expected = run(cconv.causal_conv1d, arguments, **upstream)
     x = arguments["x"].clone().requires_grad_()
     y, ht = cconv.causal_conv1d(**{**arguments, "x": x})
-    (dx,) = torch.autograd.grad((y, ht), x, (upstream["dy"], upstream["dht"]))
+    (dx,) = torch.autograd.grad((y, ht), x, (upstream["dy"], upstream["dht"]))  # pyright: ignore[reportCallIssue]
     assert torch.equal(dx, expected["dx"])
     truth = run(reference.causal_conv1d, arguments, dht=upstream["dht"], double=True)
     check(truth, run(cconv.causal_conv1d, arguments, dht=upstream["dht"]))

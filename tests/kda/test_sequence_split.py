@@ -501,7 +501,8 @@ def test_the_fold_is_that_of_float64(K: int, V: int, reverse: bool, given: bool,
     )
     with poisoned_empty():
         found = segment_states(summaries, tables, *more)
-    want = fold(summaries.double(), tables, *(None if x is None else x.double() for x in more[:2]), v_first)
+    h0, dh = (None if x is None else x.double() for x in more[:2])
+    want = fold(summaries.double(), tables, h0, dh, v_first)
     assert (found - want).norm() <= 1e-6 * want.norm()
     used = int(tables.first[-1])
     assert used < S

@@ -232,7 +232,7 @@ def test_bounded_decays(monkeypatch: pytest.MonkeyPatch, bound: float, A_log: fl
         decay = scores.decays_of(gate, None if bias is None else [f32(bias)] * 2)[1]
         a = np.asarray(decay(x), np.float64)
         assert decay(f32(-np.inf)) == 1.0
-        assert np.isnan(decay(f32(np.nan)))
+        assert np.isnan(decay(f32(np.nan)))  # pyright: ignore[reportCallIssue]
         off = (abs(f32(bias or 0.0)) + np.abs(x)).astype(np.float64) * 2.0**-22
         total = x.astype(np.float64) + float(f32(bias or 0.0))
         high, low = (np.exp(bound / (1 + np.exp(-math.exp(A_log) * z))) for z in (total - off, total + off))

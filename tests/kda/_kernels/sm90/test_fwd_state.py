@@ -262,14 +262,14 @@ def case(
     if spikes:
         hit = (torch.rand_like(g) < 0.03) | (torch.rand_like(g[..., :1]) < 0.03)
         g = torch.where(hit, float(kind), torch.nn.functional.logsigmoid(g))
-    narrow = [x.to(io) for x in (r(B, T, H, K), r(B, T, H, K), r(B, T, HV, V))]
-    row = [x if wide else x.to(io) for x in (g, r(B, T, HV))]
+    q, k, v = (x.to(io) for x in (r(B, T, H, K), r(B, T, H, K), r(B, T, HV, V)))
+    g, beta = (x if wide else x.to(io) for x in (g, r(B, T, HV)))
     if ends is not None:
-        for x in (*narrow, *row):
+        for x in (q, k, v, g, beta):
             x[:, ends[-1] :] = math.nan
     N = B if ends is None else len(ends)
     return Call(
-        *narrow, *row, None if spikes else A_log, None if spikes else dt_bias, 0.3 * r(N, HV, K, V),
+        q, k, v, g, beta, None if spikes else A_log, None if spikes else dt_bias, 0.3 * r(N, HV, K, V),
         None if ends is None else torch.tensor([0, *ends], device="cuda"), None, scale=K**-0.5,
         gate={"bounded": "bounded"}.get(kind, "log" if spikes else "softplus"), lower_bound=-5.0,
         beta_mode="sigmoid", l2norm=True, state_v_first=False, output_final_state=True,
@@ -305,7 +305,9 @@ def check(
     if not has_h0:
         call = dataclasses.replace(call, initial_state=None)
     h0 = call.initial_state
-    exact = call.with_tensors(tuple(None if x is None else x.double() for x in call.tensors()))
+    exact = call.with_tensors(
+        tuple(None if x is None else x.double() for x in call.tensors()), call.cu_seqlens
+    )
     intra = fwd_intra(exact)
     A, Aqk = (torch.zeros_like(x, dtype=q.dtype).copy_(x) for x in (intra.A, intra.Aqk))
     rounded = intra._replace(A=A.double(), Aqk=Aqk.double())
