@@ -229,6 +229,18 @@ class TestPrebuilt:
         assert "holds 0 of the 5 kernels of this call" in printed
         assert "has no kernel bwd_grads for Config(" in printed
 
+    def test_a_bound_has_its_own_kernels(self, folder: Path, capsys: Capture) -> None:
+        printed = as_text(capsys, *self.HOPPER, "--gate", "bounded", "--lower-bound", "-8", status=1)
+        assert "gate=bounded lower_bound=-8 beta" in printed
+        assert "quotients=False" in next(
+            x for x in printed.splitlines() if x.lstrip().startswith("fwd_intra")
+        )
+
+    @pytest.mark.parametrize("flags", [("-8",), ("0.5", "--gate", "bounded"), ("nan", "--gate", "bounded")])
+    def test_a_bound_without_its_gate_is_refused(self, flags: tuple[str, ...], capsys: Capture) -> None:
+        assert cli.main(["explain", f"--lower-bound={flags[0]}", *flags[1:]]) == cli.MISUSED
+        assert "`--lower-bound` must be negative, with --gate bounded, got" in capsys.readouterr().err
+
     def test_a_directory_that_is_not_there(
         self, folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -46,12 +47,15 @@ PROBLEMS = [
         wants_ht=True,
         state_v_first=True,
     ),
+    replace(TRAINING, gate="bounded", lower_bound=-8.0),
     replace(TRAINING, gate="log", beta_mode="raw", l2norm=False, keep=True, dtypes=("bfloat16",) * 5),
     replace(TRAINING, needs_grad=False, wants_ht=True, dtypes=("float64",) * 5, has_h0=True),
 ]
 
 
-@pytest.mark.parametrize("problem", PROBLEMS, ids=["training", "packed", "log decay", "inference"])
+@pytest.mark.parametrize(
+    "problem", PROBLEMS, ids=["training", "packed", "low bound", "log decay", "inference"]
+)
 def test_an_exercise_is_the_problem(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
     """What runs has the facts that were asked for, up to sizes that no kernel depends on."""
     from kernel_fun.kda import dispatch
@@ -134,6 +138,14 @@ def test_a_word_that_no_call_has_is_refused(change: dict[str, Any]) -> None:
         kernel_fun.warmup([replace(TRAINING, **change)], device="cpu")
     with pytest.raises(ValueError, match=r"whose `activation` is one of None, silu, swish, got 'relu'"):
         kernel_fun.warmup([Convolution(1, 1, 8, 4, activation="relu")], device="cpu")
+
+
+@pytest.mark.parametrize("gate, bound", [("softplus", -5.0), ("bounded", 0.5), ("bounded", math.nan)])
+def test_a_bound_that_no_call_has_is_refused(gate: str, bound: float) -> None:
+    with pytest.raises(
+        ValueError, match=rf"whose `lower_bound` is negative .* got {bound} with gate '{gate}'"
+    ):
+        kernel_fun.warmup([replace(TRAINING, gate=gate, lower_bound=bound)], device="cpu")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is present")
@@ -267,6 +279,13 @@ class TestBuild:
             found = names(warming.kernels([replace(shape, T=T)], "sm90", exactly=True, of_length=True))
             assert any("segment_states" in module for module, _ in found)
             assert found <= ready
+
+    @pytest.mark.parametrize("bound, quotients", [(None, True), (-5.0, True), (-0.1, True), (-5.5, False)])
+    def test_a_bound_has_its_own_kernels(self, bound: float | None, quotients: bool) -> None:
+        shape = replace(self.GPU, gate="bounded", lower_bound=bound)
+        found = [c for _, c in warming.kernels([shape], "sm90", exactly=False) if hasattr(c, "quotients")]
+        assert found
+        assert {c.quotients for c in found} == {quotients}
 
     def test_what_no_kernel_serves_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(BackendUnavailable, match="K = 100, kernels are built for 64 and 128"):

@@ -6,6 +6,7 @@ the same kernels for a GPU that is not here.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -306,6 +307,12 @@ def _check_words(problem: Any) -> None:
     said = [
         (name, getattr(problem, name), words) for name, words in words_of.items() if hasattr(problem, name)
     ]
+    bound, gate = getattr(problem, "lower_bound", None), getattr(problem, "gate", None)
+    if bound is not None and not (gate == "bounded" and -math.inf < bound < 0):
+        raise ValueError(
+            "`target` must hold problems whose `lower_bound` is negative with gate 'bounded' and None with "
+            f"others, got {bound!r} with gate {gate!r}"
+        )
     for name, given, words in (*said, *(("dtypes", d, FLOATS) for d in problem.dtypes)):
         if given not in words:
             allowed = ", ".join(map(str, words))
@@ -368,6 +375,7 @@ def _fla(m: Any, dtype: torch.dtype | None) -> list[Problem | Convolution]:
         conv_dtype=m.q_conv1d.weight.dtype if short else m.q_proj.weight.dtype,
         forms={
             "gate": "softplus" if m.lower_bound is None else "bounded",
+            "lower_bound": m.lower_bound,
             "beta_mode": "sigmoid2" if m.allow_neg_eigval else "sigmoid",
             "state_v_first": True,
         },
@@ -380,7 +388,7 @@ def _transformers(m: Any, dtype: torch.dtype | None) -> list[Problem | Convoluti
     return calls(
         H=m.num_heads, HV=m.num_heads, K=m.head_dim, V=m.head_dim, D=(m.conv_dim,), W=m.conv_kernel_size,
         io=dtype or m.q_proj.weight.dtype, conv_dtype=m.conv1d.weight.dtype,
-        forms={"gate": "softplus" if bound is None else "bounded"},
+        forms={"gate": "softplus" if bound is None else "bounded", "lower_bound": bound},
         conv_bias=m.conv1d.bias is not None,
     )  # fmt: skip
 

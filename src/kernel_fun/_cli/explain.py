@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from typing import TYPE_CHECKING, Any
 
 from kernel_fun._cli.screen import Screen
@@ -45,6 +46,7 @@ def problem_arguments(parser: argparse.ArgumentParser) -> None:
         default="softplus",
         help="in-kernel softplus or bounded gate, or a given log decay (default: softplus)",
     )
+    add("--lower-bound", type=float, metavar="X", help="of the bounded gate (default: -5)")
     add(
         "--beta",
         choices=("sigmoid", "sigmoid2", "raw"),
@@ -92,6 +94,11 @@ def problem(args: argparse.Namespace) -> Problem:
         raise ValueError(f"`--K` must be between 1 and 256, got {args.K}")
     if args.packed is not None and args.B != 1:
         raise ValueError(f"`--B` must be 1 with --packed, got {args.B}")
+    bound = args.lower_bound
+    if bound is not None and not (args.gate == "bounded" and -math.inf < bound < 0):
+        raise ValueError(
+            f"`--lower-bound` must be negative, with --gate bounded, got {bound} with {args.gate}"
+        )
     return Problem(
         B=args.B,
         T=args.T,
@@ -102,6 +109,7 @@ def problem(args: argparse.Namespace) -> Problem:
         N=args.packed,
         dtypes=(args.dtype,) * 5,
         gate=args.gate,
+        lower_bound=bound,
         beta_mode=args.beta,
         l2norm=args.l2norm,
         state_v_first=args.v_first,

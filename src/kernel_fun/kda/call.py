@@ -64,6 +64,8 @@ class Problem:
     """Of q, k, v, g, beta."""
     gate: str = "log"
     """One of :data:`GATES`."""
+    lower_bound: float | None = None
+    """Of a bounded gate, whose kernels depend on it; None stands for -5."""
     beta_mode: str = "raw"
     """One of :data:`BETA_MODES`."""
     l2norm: bool = False
@@ -83,8 +85,9 @@ class Problem:
 
     @property
     def kind(self) -> Problem:
-        """This problem up to the sizes that vary from step to step (B, T, N)."""
-        return replace(self, B=0, T=0, N=None if self.N is None else 0)
+        """This problem up to the sizes that vary from step to step (B, T, N), and how it says -5."""
+        bound = None if self.lower_bound == -5 else self.lower_bound
+        return replace(self, B=0, T=0, N=None if self.N is None else 0, lower_bound=bound)
 
     @property
     def columns(self) -> int:
@@ -95,7 +98,8 @@ class Problem:
         rows = f"B={self.B} T={self.T}" if self.N is None else f"N={self.N} T={self.T} packed"
         heads = f"H={self.H}" if self.H == self.HV else f"H={self.H} HV={self.HV}"
         kinds = "/".join(dict.fromkeys(self.dtypes))
-        flags = [f"gate={self.gate}", f"beta={self.beta_mode}"]
+        bound = "" if self.lower_bound in (None, -5) else f" lower_bound={self.lower_bound:g}"
+        flags = [f"gate={self.gate}{bound}", f"beta={self.beta_mode}"]
         flags += [
             word
             for word, on in (
@@ -206,6 +210,7 @@ class Call:
             N=None if self.cu_seqlens is None else self.cu_seqlens.numel() - 1,
             dtypes=tuple(names),  # pyright: ignore[reportArgumentType]
             gate=self.gate,
+            lower_bound=self.lower_bound,
             beta_mode=self.beta_mode,
             l2norm=self.l2norm,
             state_v_first=self.state_v_first,
@@ -247,6 +252,8 @@ def bind(arguments: dict[str, Any]) -> Call:
     chunk_size = kwargs.get("chunk_size", BT)
     if check.integer("chunk_size", chunk_size) not in (32, 64):
         raise ContractError(f"`chunk_size` must be either 32 or 64 for KDA, got {chunk_size!r}")
+    if a["max_num_seqs"] is not None:
+        check.integer("max_num_seqs", a["max_num_seqs"])
 
     split = None if cp_context is None else context_parallel.read(cp_context)
     sizes = _shapes(q, k, v, g, beta)
@@ -353,7 +360,7 @@ def _packing(a: dict[str, Any], q: Tensor) -> int | None:
             f"i.e. `initial_state` must have {N} rows, got {h0.shape[0] if h0.dim() else 0}"
         )
     if a["use_graph"]:
-        limit = N if max_num_seqs is None else check.integer("max_num_seqs", max_num_seqs)
+        limit = N if max_num_seqs is None else max_num_seqs
         if limit != N:
             raise ContractError(
                 f"`cu_seqlens` must hold exactly max_num_seqs + 1 entries = {limit + 1} with use_graph "

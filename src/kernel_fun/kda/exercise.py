@@ -63,7 +63,8 @@ def arguments(problem: Problem, device: torch.device) -> dict[str, Any]:
         made["g"].requires_grad_(p.needs_grad)
     else:
         made |= {"use_gate_in_kernel": True, "A_log": draw(p.HV), "dt_bias": draw(p.HV * p.K)}
-        made["lower_bound"] = -5.0 if p.gate == "bounded" else None
+        bound = -5.0 if p.lower_bound is None else p.lower_bound
+        made["lower_bound"] = bound if p.gate == "bounded" else None
     if not p.l2norm:
         made["k"] = torch.nn.functional.normalize(made["k"].detach(), dim=-1).requires_grad_(p.needs_grad)
     if p.N is not None:
