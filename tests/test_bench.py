@@ -454,6 +454,33 @@ class TestCommand:
         assert cli.main([*self.ARGUMENTS, "--pass", "fwd"]) == 1
         assert "wrong result, relative error o 1.0e-02" in capsys.readouterr().out
 
-    def test_seconds_must_be_positive(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert cli.main(["bench", "--seconds", "0"]) == 2
-        assert "`--seconds` must be positive, got 0.0" in capsys.readouterr().err
+    @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
+    def test_seconds_must_be_positive(self, seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["bench", f"--seconds={seconds}"]) == 2
+        said = capsys.readouterr().err
+        assert f"`--seconds` must be positive and finite, got {float(seconds)}" in said
+
+    @pytest.mark.parametrize(
+        "flags, sentence",
+        [
+            (["--plot", "x.txt"], "`--plot` must name a .png file, got x.txt"),
+            (["--plot", "{}/file/x.png"], "`--plot` must be where files can be written"),
+            (["--out", "{}/file/records"], "`--out` must be where files can be written"),
+            (["--out", "{}/file"], "`--out` must be where files can be written"),
+        ],
+        ids=str,
+    )
+    def test_places_are_looked_at_before_anything_is_measured(
+        self,
+        flags: list[str],
+        sentence: str,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        from kernel_fun.bench import runner
+
+        monkeypatch.setattr(runner, "measure", lambda *a: pytest.fail("measured"))
+        (tmp_path / "file").touch()
+        assert cli.main([*self.ARGUMENTS, *(x.format(tmp_path) for x in flags)]) == 2
+        assert sentence in capsys.readouterr().err

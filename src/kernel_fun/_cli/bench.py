@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,8 +58,9 @@ def run(args: argparse.Namespace, screen: Screen) -> tuple[int, dict[str, Any]]:
         screen.table("shapes", ("name", "sizes"), sizes)
         screen.line(f"gates: {', '.join(family.GATES)}; passes: {', '.join(family.PASSES)}")
         return 0, {"shapes": names, "gates": list(family.GATES), "passes": list(family.PASSES)}
-    if args.seconds <= 0:
-        raise ValueError(f"`--seconds` must be positive, got {args.seconds}")
+    if not 0 < args.seconds < math.inf:
+        raise ValueError(f"`--seconds` must be positive and finite, got {args.seconds}")
+    _check_places(args.out, args.plot)
     if args.cp is not None:
         return _context_parallel(args, screen)
     if args.layout is not None:
@@ -115,6 +118,21 @@ def _context_parallel(args: argparse.Namespace, screen: Screen) -> tuple[int, di
         screen.line(f"not timed: {s.candidate} at {s.shape}: {s.reason}")
     _write(taken, args.out, screen)
     return 0 if found else 1, taken.as_json()
+
+
+def _check_places(out: Path | None, png: Path | None) -> None:
+    """ValueError for a place nothing can be written to, before anything is measured."""
+    from kernel_fun.bench import plot
+
+    if png is not None:
+        plot.check(png)
+    for flag, path in (("--out", out), ("--plot", png)):
+        if path is None:
+            continue
+        folder = path.parent if path.suffix else path
+        existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+        if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
+            raise ValueError(f"`{flag}` must be where files can be written, got {path}: {existing} is not")
 
 
 def _write(taken: Record, out: Path | None, screen: Screen) -> None:

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
 from kernel_fun.bench.record import Record
 
 
+def check(path: Path) -> None:
+    """ValueError without matplotlib, or for a file that is no PNG by its name."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("`--plot` needs matplotlib (pip install 'kernel-fun[cli]')")
+    if path.suffix.lower() != ".png":
+        raise ValueError(f"`--plot` must name a .png file, got {path}")
+
+
 def draw(record: Record, path: Path) -> None:
     """Bars of the median times (whiskers: 20th to 80th percentile) and a roofline, as one PNG.
 
-    Raises ValueError for a record without rows or without matplotlib.
+    Raises ValueError for a record without rows, and as :func:`check` does.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError("`--plot` needs matplotlib (pip install 'kernel-fun[cli]')") from None
+    check(path)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     if not record.rows:
         raise ValueError("`--plot` needs a record with rows, got none")
     figure: Any = Figure(figsize=(13, 0.45 * len(record.rows) + 3), layout="constrained")
