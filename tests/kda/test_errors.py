@@ -98,6 +98,17 @@ BAD: dict[str, Bad] = {
         r"`g` must be on the device of `q`, cpu, got meta",
     ),
     "scale a tensor": Bad({"scale": torch.ones(2)}, TypeError, r"`scale` must be a number, got Tensor"),
+    "scale beyond float32": Bad(
+        {"scale": 1e39}, ValueError, r"`scale` must be finite in float32, got 1e\+39"
+    ),
+    "lower bound beyond float32": Bad(
+        GATE | {"A_log": zeros(4), "lower_bound": -1e39},
+        ValueError,
+        r"`lower_bound` must be finite .*got -1e\+39",
+    ),
+    "max_num_seqs a word": Bad(
+        {"max_num_seqs": "2"}, TypeError, r"`max_num_seqs` must be an int, got str", alone=True
+    ),
     "scale a word": Bad({"scale": "1"}, TypeError, r"`scale` must be a number, got str"),
     # states
     "state in bfloat16": Bad(

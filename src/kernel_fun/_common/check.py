@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+FLOAT32_MAX = 3.4028234663852886e38
+
+
 class ContractError(ValueError, AssertionError):
     """A shape or value outside the contract. Also an AssertionError: fla raises some of these so."""
 
@@ -105,15 +108,17 @@ def boundaries_device(cu: Tensor, like_name: str, like: Tensor) -> None:
 
 
 def number(name: str, value: Any) -> float:
-    """A finite real number as float; a bool or a tensor is refused."""
+    """A real number that is finite in float32, as float; a bool or a tensor is refused."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ContractTypeError(f"`{name}` must be a number, got {type(value).__name__}")
     try:
         found = float(value)
     except OverflowError:
         found = math.inf
-    if not math.isfinite(found):
-        raise ContractError(f"`{name}` must be finite, got {value if found != math.inf else found}")
+    if not abs(found) <= FLOAT32_MAX:
+        raise ContractError(
+            f"`{name}` must be finite in float32, got {value if found != math.inf else found}"
+        )
     return found
 
 

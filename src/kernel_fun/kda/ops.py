@@ -109,7 +109,7 @@ def chunk_kda(
             is read on the rank where its sequence begins, and a final state stands on the rank where it
             ends, 0 elsewhere. Gradients of A_log and dt_bias are those of the local tokens, unless the
             context says ``reduce_gradients``.
-        use_graph, max_num_seqs: Accepted; ``cu_seqlens`` must then have ``max_num_seqs + 1`` entries.
+        use_graph, max_num_seqs: Accepted; with both, ``cu_seqlens`` must have ``max_num_seqs + 1`` entries.
         **kwargs: ``A_log`` (HV elements), ``dt_bias`` (``[HV*K]`` or ``[HV, K]``), ``chunk_size`` (32 or 64:
             the spacing of intermediate states; the result does not depend on it),
             ``transpose_state_layout`` (deprecated name of ``state_v_first``).
