@@ -5,7 +5,8 @@
     bounded    l = lower_bound sigmoid(exp(A_log) (g + dt_bias))
 
 l is a natural-log decay <= 0, so the only exponential whose result leaves this file is of a number <= 0: a is
-in [0, 1], exact for -inf, and every other factor of a kernel is a product of a's.
+in [0, 1], exact for -inf, and every other factor of a kernel is a product of a's, or a quotient of products where a
+bound keeps them from 0.
 
 softplus(x) = max(x, 0) + log1p(e), e = exp(-|x|), with log1p(e) = e P(e). exp(A_log) e is one exponential of
 A_log - |x|, so that a large A_log and a far tail meet as a sum, never as inf times 0; the tail keeps its

@@ -6,7 +6,7 @@ Maths, per item: tokens i, j of 64, channels c of K; q, k of head h = hv // G:
     a_ic     = exp(gate(g_ic))                                        fp32 in [0, 1]; 1 past the last token
     S[i, j]  = sum_c x_ic k_jc a_[j+1]c ... a_ic,  x = q or k         operands rounded to io, fp32 accumulators
     S_q[i,i] = sum_c q_ic k_ic                                        exact products, fp32 accumulators
-    Aqk      = scale q_rstd_i k_rstd_j S_q                            rounded to io; 0 above the diagonal
+    Aqk      = scale q_rstd_i k_rstd_j S_q                            rounded to io; 0 above the diagonal, of finite inputs
     L        = beta_i k_rstd_i k_rstd_j S_k, i > j                    fp32
     A        = (I + L)^-1                                             fp32, merges in tf32; rounded to io
     total_c  = products of a over the chunk, and over what of it comes before and after each

@@ -10,9 +10,9 @@ Each product of an input with f or 1 / f is fp32 and rounded once, P and its pro
 token are of it and of tokens before it, so what a row is does not depend on later ones. A block is one product, where
 :mod:`fwd_intra_products` needs one a level: that its factors may not exceed 1 is what gates without a bound cost.
 
-f and P are carried times MIDDLE, k / f over it, so that q f and k / f stay within 2^87 times q and k, and P may fall to 2^-155
-before it is 0: a decay between two tokens that is lost is below 2^-39. Elements above the diagonal of a block have no bound and
-may be inf; nothing reads them.
+f and P are carried times MIDDLE, k / f over it, so that q f and k / f are between 2^-87 and 2^87 times q and k, and P may fall
+to 2^-155 before it is 0: a decay between two tokens that is lost is below 2^-39. The sums of far blocks are times MIDDLE, their
+rows' factors over it. Elements above the diagonal of a block have no bound and may be inf; nothing reads them.
 
 Plain methods are Python, traced inline; the others hold branches of the kernel.
 """
@@ -154,8 +154,9 @@ class Quotients(Scores):
     def decays_between(self, mTotal: cute.Tensor):
         """P of every far block, and the rows of total, by 128 threads.
 
-        A thread has two channels: of the last block the odd threads, of the others the even ones. Words of 32 channels stand
-        in the order of B operands: lane t of a row finds its four words of two products together.
+        A thread has two channels: of the second half for P of the last block and what comes after each block, of the
+        first half for the rest. Words of 32 channels stand in the order of B operands: lane t of a row finds its four
+        words of two products together.
         """
         c, pairs = self.c, self.c.K // 2
         thread = 32 * (self.warp - SOLVERS) + self.lane
