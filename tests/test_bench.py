@@ -286,6 +286,26 @@ class TestGate:
         assert family.timed.count("wrong") == family.timed.count("nan") == 1
         assert family.timed.count("right") > 5
 
+    @pytest.mark.parametrize("kept", [True, False])
+    def test_a_peer_that_tunes_for_minutes_is_told_of(
+        self, kept: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        family, said = FakeFamily(), []
+        monkeypatch.setattr(family, "candidates", lambda device: [Candidate("fla")])
+        monkeypatch.setattr(suite, "load", lambda name: family)
+        monkeypatch.setattr(machine, "usable", lambda *a: None)
+        monkeypatch.setattr(runner, "_empty", lambda device: None)
+        monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+        if kept:
+            monkeypatch.setenv("TRITON_CACHE_DIR", "/kept")
+        gpu = torch.device("cuda")
+        runner.measure(
+            runner.Request("fake", [], [], [], FP32, gpu, None, seconds=0.01, cold=False), said.append
+        )
+        assert [text.startswith("fla may tune its kernels for minutes") for text in said] == [True] * (
+            not kept
+        )
+
     def test_every_other_has_its_reason(self, taken: tuple[FakeFamily, Record]) -> None:
         reasons = {s.candidate: s.reason for s in taken[1].skipped}
         assert reasons["wrong"] == "wrong result, relative error o 1.0e-01 > 1e-03"
