@@ -236,10 +236,15 @@ class TestPrebuilt:
             x for x in printed.splitlines() if x.lstrip().startswith("fwd_intra")
         )
 
-    @pytest.mark.parametrize("flags", [("-8",), ("0.5", "--gate", "bounded"), ("nan", "--gate", "bounded")])
+    @pytest.mark.parametrize(
+        "flags",
+        [("-8",), ("0.5", "--gate", "bounded"), ("nan", "--gate", "bounded"), ("-1e39", "--gate", "bounded")],
+    )
     def test_a_bound_without_its_gate_is_refused(self, flags: tuple[str, ...], capsys: Capture) -> None:
         assert cli.main(["explain", f"--lower-bound={flags[0]}", *flags[1:]]) == cli.MISUSED
-        assert "`--lower-bound` must be negative, with --gate bounded, got" in capsys.readouterr().err
+        assert (
+            "`--lower-bound` must be negative in float32, with --gate bounded, got" in capsys.readouterr().err
+        )
 
     def test_a_directory_that_is_not_there(
         self, folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch

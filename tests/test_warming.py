@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,13 @@ def test_an_exercise_is_the_problem(problem: Problem, monkeypatch: pytest.Monkey
     assert exercise.run(problem, torch.device("cpu")).isfinite().all()
     assert {p.kind for p in asked} == {problem.kind}
     assert max(p.T for p in asked) < 200
+
+
+@pytest.mark.parametrize("n", [1, 2, 7])
+def test_an_exercise_has_the_sequences_it_is_asked_for(n: int) -> None:
+    """One packed sequence is fewer chains than two, and has other kernels."""
+    assert exercise.small(replace(TRAINING, B=1, N=5), n).N == n
+    assert exercise.small(TRAINING, n).B == n
 
 
 def test_a_list_of_problems() -> None:
@@ -140,10 +148,14 @@ def test_a_word_that_no_call_has_is_refused(change: dict[str, Any]) -> None:
         kernel_fun.warmup([Convolution(1, 1, 8, 4, activation="relu")], device="cpu")
 
 
-@pytest.mark.parametrize("gate, bound", [("softplus", -5.0), ("bounded", 0.5), ("bounded", math.nan)])
-def test_a_bound_that_no_call_has_is_refused(gate: str, bound: float) -> None:
+@pytest.mark.parametrize(
+    "gate, bound",
+    [("softplus", -5.0), ("bounded", 0.5), ("bounded", math.nan), ("bounded", -1e39), ("bounded", "-5")],
+)
+def test_a_bound_that_no_call_has_is_refused(gate: str, bound: Any) -> None:
     with pytest.raises(
-        ValueError, match=rf"whose `lower_bound` is negative .* got {bound} with gate '{gate}'"
+        ValueError,
+        match=rf"whose `lower_bound` is a negative .* got {re.escape(repr(bound))} with gate '{gate}'",
     ):
         kernel_fun.warmup([replace(TRAINING, gate=gate, lower_bound=bound)], device="cpu")
 
@@ -242,14 +254,15 @@ class TestBuild:
         assert indices == {"int32", "int64"}
 
     @pytest.mark.parametrize("keep", [False, True])
-    @pytest.mark.parametrize("HV, V", [(4, 64), (4, 128), (96, 128), (16, 256)])
+    @pytest.mark.parametrize("N", [None, 1])
+    @pytest.mark.parametrize("HV, V", [(4, 64), (4, 128), (48, 128), (96, 128), (16, 256), (32, 256)])
     def test_sizes_ask_for_nothing_more(
-        self, HV: int, V: int, keep: bool, monkeypatch: pytest.MonkeyPatch
+        self, HV: int, V: int, N: int | None, keep: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """What the exercises of a head shape ask for is all that any B and T ask for."""
         from kernel_fun._cute import objects
 
-        shape = replace(self.GPU, HV=HV, H=HV, V=V, keep=keep)
+        shape = replace(self.GPU, HV=HV, H=HV, V=V, N=N, keep=keep)
 
         def asked(sequences: list[int], **how: Any) -> set[tuple[str, str]]:
             seen: dict[tuple[str, str], Any] = {}

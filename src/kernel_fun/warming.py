@@ -6,7 +6,7 @@ the same kernels for a GPU that is not here.
 
 from __future__ import annotations
 
-import math
+import numbers
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -300,6 +300,7 @@ FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 def _check_words(problem: Any) -> None:
     """ValueError for a word that no call has: what a user spelt wrong would be warmed as something else."""
+    from kernel_fun._common import check
     from kernel_fun.cconv.call import ACTIVATIONS
     from kernel_fun.kda.call import BETA_MODES, GATES
 
@@ -308,10 +309,11 @@ def _check_words(problem: Any) -> None:
         (name, getattr(problem, name), words) for name, words in words_of.items() if hasattr(problem, name)
     ]
     bound, gate = getattr(problem, "lower_bound", None), getattr(problem, "gate", None)
-    if bound is not None and not (gate == "bounded" and -math.inf < bound < 0):
+    is_bound = isinstance(bound, numbers.Real) and -check.FLOAT32_MAX <= float(bound) < 0
+    if bound is not None and not (gate == "bounded" and is_bound):
         raise ValueError(
-            "`target` must hold problems whose `lower_bound` is negative with gate 'bounded' and None with "
-            f"others, got {bound!r} with gate {gate!r}"
+            "`target` must hold problems whose `lower_bound` is a negative number with gate 'bounded' and "
+            f"None with others, got {bound!r} with gate {gate!r}"
         )
     for name, given, words in (*said, *(("dtypes", d, FLOATS) for d in problem.dtypes)):
         if given not in words:

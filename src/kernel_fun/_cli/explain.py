@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import math
 from typing import TYPE_CHECKING, Any
 
 from kernel_fun._cli.screen import Screen
-from kernel_fun._common import config, device
+from kernel_fun._common import check, config, device
 from kernel_fun._common.plan import Plan
 
 if TYPE_CHECKING:
@@ -46,7 +45,12 @@ def problem_arguments(parser: argparse.ArgumentParser) -> None:
         default="softplus",
         help="in-kernel softplus or bounded gate, or a given log decay (default: softplus)",
     )
-    add("--lower-bound", type=float, metavar="X", help="of the bounded gate (default: -5)")
+    add(
+        "--lower-bound",
+        type=float,
+        metavar="X",
+        help="of the bounded gate, as --lower-bound=-5 (default: -5)",
+    )
     add(
         "--beta",
         choices=("sigmoid", "sigmoid2", "raw"),
@@ -95,9 +99,9 @@ def problem(args: argparse.Namespace) -> Problem:
     if args.packed is not None and args.B != 1:
         raise ValueError(f"`--B` must be 1 with --packed, got {args.B}")
     bound = args.lower_bound
-    if bound is not None and not (args.gate == "bounded" and -math.inf < bound < 0):
+    if bound is not None and not (args.gate == "bounded" and -check.FLOAT32_MAX <= bound < 0):
         raise ValueError(
-            f"`--lower-bound` must be negative, with --gate bounded, got {bound} with {args.gate}"
+            f"`--lower-bound` must be negative in float32, with --gate bounded, got {bound} with {args.gate}"
         )
     return Problem(
         B=args.B,

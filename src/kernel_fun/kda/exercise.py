@@ -33,7 +33,7 @@ def small(problem: Problem, sequences: int = 1, tokens: int | None = None) -> Pr
     T = TOKENS if tokens is None else tokens
     if problem.N is None:
         return replace(problem, B=sequences, T=T)
-    return replace(problem, B=1, T=T, N=max(2, sequences))
+    return replace(problem, B=1, T=T, N=sequences)
 
 
 ALONE = 40 * 128
