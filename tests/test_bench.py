@@ -480,6 +480,12 @@ class TestCommand:
         said = capsys.readouterr().err
         assert f"`--seconds` must be positive and finite, got {float(seconds)}" in said
 
+    @pytest.mark.parametrize("flag", ["--out", "--plot"])
+    def test_an_unset_variable_is_no_place(self, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit, match="2"):
+            cli.main([*self.ARGUMENTS, flag, ""])
+        assert "must name a place, got ''" in capsys.readouterr().err
+
     @pytest.mark.parametrize(
         "flags, sentence",
         [
@@ -487,6 +493,10 @@ class TestCommand:
             (["--plot", "{}/file/x.png"], "`--plot` must be where files can be written"),
             (["--out", "{}/file/records"], "`--out` must be where files can be written"),
             (["--out", "{}/file"], "`--out` must be where files can be written"),
+            (["--out", "{}/old.json"], "`--out` must name a new file"),
+            (["--out", "{}/" + 300 * "x" + ".json"], "`--out` must be where files can be written"),
+            (["--plot", "{}/dir.png"], "`--plot` must name a new file"),
+            (["--cp", "2", "--plot", "x.png"], "`--plot` draws no ranks, got x.png with --cp 2"),
         ],
         ids=str,
     )
@@ -502,5 +512,7 @@ class TestCommand:
 
         monkeypatch.setattr(runner, "measure", lambda *a: pytest.fail("measured"))
         (tmp_path / "file").touch()
+        (tmp_path / "old.json").touch()
+        (tmp_path / "dir.png").mkdir()
         assert cli.main([*self.ARGUMENTS, *(x.format(tmp_path) for x in flags)]) == 2
         assert sentence in capsys.readouterr().err

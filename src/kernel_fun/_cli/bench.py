@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kernel_fun._cli import places
 from kernel_fun._cli.screen import Screen
 
 if TYPE_CHECKING:
@@ -35,10 +35,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--cp", type=int, metavar="N", help="one sequence over N GPUs of this host, beside one of them")
     add("--layout", metavar="NAME",
         help="with --cp: contiguous or zigzag (default: contiguous)")  # fmt: skip
-    add("--out", type=Path, metavar="PATH",
+    add("--out", type=places.named, metavar="PATH",
         help="record to write, a .json file or a directory (default: none)")  # fmt: skip
     add("--commit", metavar="ID", help="commit of a clean copy that has no git, for the record")
-    add("--plot", type=Path, metavar="PNG",
+    add("--plot", type=places.named, metavar="PNG",
         help="also draw the record into this file, bars and a roofline (needs matplotlib: the extra "
         "cli)")  # fmt: skip
     add("--list", action="store_true", help="list shapes, gates and passes, measure nothing")
@@ -60,6 +60,8 @@ def run(args: argparse.Namespace, screen: Screen) -> tuple[int, dict[str, Any]]:
         return 0, {"shapes": names, "gates": list(family.GATES), "passes": list(family.PASSES)}
     if not 0 < args.seconds < math.inf:
         raise ValueError(f"`--seconds` must be positive and finite, got {args.seconds}")
+    if args.cp is not None and args.plot is not None:
+        raise ValueError(f"`--plot` draws no ranks, got {args.plot} with --cp {args.cp}")
     _check_places(args.out, args.plot)
     if args.cp is not None:
         return _context_parallel(args, screen)
@@ -124,15 +126,11 @@ def _check_places(out: Path | None, png: Path | None) -> None:
     """ValueError for a place nothing can be written to, before anything is measured."""
     from kernel_fun.bench import plot
 
+    if out is not None:
+        places.check("--out", out, is_file=out.suffix == ".json", replaces=False)
     if png is not None:
         plot.check(png)
-    for flag, path in (("--out", out), ("--plot", png)):
-        if path is None:
-            continue
-        folder = path.parent if path.suffix else path
-        existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-        if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
-            raise ValueError(f"`{flag}` must be where files can be written, got {path}: {existing} is not")
+        places.check("--plot", png, is_file=True, replaces=True)
 
 
 def _write(taken: Record, out: Path | None, screen: Screen) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
-from kernel_fun._cli import explain
+from kernel_fun._cli import explain, places
 from kernel_fun._cli.screen import Screen
 from kernel_fun._common import config
 
@@ -18,15 +17,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     explain.problem_arguments(parser)
     add = parser.add_argument
     add("--arch", default="sm_90a", help="target (default: sm_90a)")
-    add("--out", type=_directory, required=True, metavar="DIR", help="where the kernels go")
+    add("--out", type=places.named, required=True, metavar="DIR", help="where the kernels go")
     add("--exactly", action="store_true", help="only what the one call described needs; default: also other "
         "batches, packed sequences, prefill into a cache, and continuing from one")  # fmt: skip
-
-
-def _directory(text: str) -> Path:
-    if not text:  # an unset variable of a shell, not the current directory
-        raise argparse.ArgumentTypeError("must name a directory, got ''")
-    return Path(text)
 
 
 def run(args: argparse.Namespace, screen: Screen) -> tuple[int, dict[str, Any]]:
