@@ -72,8 +72,8 @@ def test_an_exercise_is_the_problem(problem: Problem, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("n", [1, 2, 7])
 def test_an_exercise_has_the_sequences_it_is_asked_for(n: int) -> None:
     """One packed sequence is fewer chains than two, and has other kernels."""
-    assert exercise.small(replace(TRAINING, B=1, N=5), n).N == n
-    assert exercise.small(TRAINING, n).B == n
+    packed, dense = (exercise.small(p, n) for p in (replace(TRAINING, B=1, N=5), TRAINING))
+    assert packed.N == dense.B == n
 
 
 def test_a_list_of_problems() -> None:
@@ -243,7 +243,10 @@ class TestBuild:
             [self.GPU], "sm_90a", tmp_path
         )  # a form of the scans for chains so few that two fit, one for few and one for many
         few, many = ["fwd_state", "bwd_state"], ["fwd_state", "fwd_state", "bwd_state"]
-        assert sorted(self.kernels(rehearsed)) == sorted([*beside, *one, *few, *many, *cut])
+        wide = [
+            "fwd_state"
+        ]  # of a long forward of as many chains as fit beside fwd_intra in wide tiles alone
+        assert sorted(self.kernels(rehearsed)) == sorted([*beside, *wide, *one, *few, *many, *cut])
 
     def test_grouped_heads_and_packings_need_more(
         self, rehearsed: list[tuple[Any, Any]], tmp_path: Path
@@ -276,6 +279,15 @@ class TestBuild:
         if HV == 4:
             monkeypatch.setattr(exercise, "TOKENS", 2 * exercise.LONG_TOKENS + 1)
             assert asked([2]) <= ready
+
+    @pytest.mark.parametrize("HV, B, V", [(4, 9, 256), (4, 17, 128), (17, 4, 128), (34, 1, 256), (6, 6, 256)])
+    def test_long_forwards_of_more_chains_ask_for_nothing_more(self, HV: int, B: int, V: int) -> None:
+        """Beside fwd_intra a scan has wide tiles where narrow ones would not fit."""
+        shape = replace(self.GPU, H=HV, HV=HV, V=V, needs_grad=False)
+        ready = {repr(c) for _, c in warming.kernels([shape], "sm90", exactly=False)}
+        own = [c for _, c in warming.kernels([replace(shape, B=B)], "sm90", exactly=True, of_length=True)]
+        assert {c.BV for c in own if hasattr(c, "BV") and c.overlapped} == {128}
+        assert {repr(c) for c in own} <= ready
 
     @pytest.mark.parametrize(
         "fields", [{}, dict(N=3), dict(B=3, V=256, keep=True), dict(N=1, H=2, HV=8, K=64)]

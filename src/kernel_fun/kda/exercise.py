@@ -24,6 +24,8 @@ LONG_WORK = 1 << 16
 """And tokens of all value heads together."""
 FEW_CHAINS = 6
 """Chains that have them, where fewer do not."""
+WIDE_COLUMNS, WIDEST_COLUMNS = 132 * 64, 192 * 64
+"""Columns of V of all chains beyond which those forms take wide tiles, and up to which there are such."""
 CHAINS = (66, 100, 132, 200, 264, 600)
 """Sequences times value heads, half to four times a GPU's SMs: state scans have forms for few and many."""
 
@@ -90,6 +92,16 @@ def _many(problem: Problem, sequences: int) -> int:
     return max(LONG_TOKENS, -(-LONG_WORK // (sequences * problem.HV)))
 
 
+def _long(problem: Problem, sequences: list[int]) -> list[int]:
+    """Of these numbers of sequences, what stands for all whose long forwards have forms of their own."""
+    fewest = max(min(sequences), -(-FEW_CHAINS // problem.HV))
+    if problem.N is not None or fewest * problem.HV > CHAINS[0]:
+        return []
+    columns = problem.HV * problem.V
+    wide = max(fewest, WIDE_COLUMNS // columns + 1)
+    return sorted({fewest, wide} if wide <= max(sequences) and wide * columns <= WIDEST_COLUMNS else {fewest})
+
+
 def tokens_like(problem: Problem, sequences: int) -> int:
     """The fewest tokens that meet the kernels of the problem's T."""
     many = _many(problem, sequences)
@@ -105,14 +117,13 @@ def run(
     tokens: int | None = None,
 ) -> Tensor:
     """The call with so many sequences of so many tokens, forward and where a gradient is needed backward,
-    packed with bounds of either dtype; with ``long``, before it the forward of the fewest of them with many
+    packed with bounds of either dtype; with ``long``, before it forwards of few of them with many
     tokens, and after it calls whose sequences are cut into segments, where heads are so few. Returns o of the
     first with few."""
     outputs: list[Tensor] = []
     sequences = list(sequences)
-    fewest = max(min(sequences), -(-FEW_CHAINS // problem.HV)) if long else 0
-    if long and problem.N is None and fewest * problem.HV <= CHAINS[0]:
-        made = arguments(small(problem, fewest, _many(problem, fewest)), device)
+    for n in _long(problem, sequences) if long else ():
+        made = arguments(small(problem, n, _many(problem, n)), device)
         with forced(None):  # more sequences have that form where each is too short to be cut
             _run(made, problem.needs_grad, backward=False)
     for n in sequences:
