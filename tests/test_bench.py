@@ -286,25 +286,20 @@ class TestGate:
         assert family.timed.count("wrong") == family.timed.count("nan") == 1
         assert family.timed.count("right") > 5
 
-    @pytest.mark.parametrize("kept", [True, False])
+    @pytest.mark.parametrize("peer", ["fla", "eager"])
     def test_a_peer_that_tunes_for_minutes_is_told_of(
-        self, kept: bool, monkeypatch: pytest.MonkeyPatch
+        self, peer: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         family, said = FakeFamily(), []
-        monkeypatch.setattr(family, "candidates", lambda device: [Candidate("fla")])
+        monkeypatch.setattr(family, "candidates", lambda device: [Candidate(peer)])
         monkeypatch.setattr(suite, "load", lambda name: family)
         monkeypatch.setattr(machine, "usable", lambda *a: None)
         monkeypatch.setattr(runner, "_empty", lambda device: None)
-        monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
-        if kept:
-            monkeypatch.setenv("TRITON_CACHE_DIR", "/kept")
         gpu = torch.device("cuda")
         runner.measure(
-            runner.Request("fake", [], [], [], FP32, gpu, None, seconds=0.01, cold=False), said.append
+            runner.Request("kda", [], [], [], FP32, gpu, None, seconds=0.01, cold=False), said.append
         )
-        assert [text.startswith("fla may tune its kernels for minutes") for text in said] == [True] * (
-            not kept
-        )
+        assert [text.startswith("fla tunes for minutes") for text in said] == [True] * (peer == "fla")
 
     def test_every_other_has_its_reason(self, taken: tuple[FakeFamily, Record]) -> None:
         reasons = {s.candidate: s.reason for s in taken[1].skipped}
