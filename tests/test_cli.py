@@ -237,14 +237,18 @@ class TestPrebuilt:
         )
 
     @pytest.mark.parametrize(
-        "flags",
-        [("-8",), ("0.5", "--gate", "bounded"), ("nan", "--gate", "bounded"), ("-1e39", "--gate", "bounded")],
+        ("gate", "bound", "sentence"),
+        [
+            ("softplus", "-8", "must be None with gate 'softplus', got -8.0"),
+            ("bounded", "0.5", "must be negative, got 0.5"),
+            ("bounded", "-1e39", "must be finite in float32, got -1e+39"),
+        ],
     )
-    def test_a_bound_without_its_gate_is_refused(self, flags: tuple[str, ...], capsys: Capture) -> None:
-        assert cli.main(["explain", f"--lower-bound={flags[0]}", *flags[1:]]) == cli.MISUSED
-        assert (
-            "`--lower-bound` must be negative in float32, with --gate bounded, got" in capsys.readouterr().err
-        )
+    def test_a_bound_that_no_call_has_is_refused(
+        self, gate: str, bound: str, sentence: str, capsys: Capture
+    ) -> None:
+        assert cli.main(["explain", "--gate", gate, f"--lower-bound={bound}"]) == cli.MISUSED
+        assert f"`--lower-bound` {sentence}" in capsys.readouterr().err
 
     def test_a_directory_that_is_not_there(
         self, folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch

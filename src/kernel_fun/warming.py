@@ -6,7 +6,6 @@ the same kernels for a GPU that is not here.
 
 from __future__ import annotations
 
-import numbers
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -62,7 +61,8 @@ def warmup(
             problem gives a value that is not finite; or a kernel stayed cold: running the problems again
             made another kernel ready.
         ValueError: there is nothing to warm, or a problem has a word that no call has.
-        TypeError: ``dtype`` is no floating-point dtype, or the target neither a model nor problems.
+        TypeError: ``dtype`` is no floating-point dtype, a problem's ``lower_bound`` no number, or the target
+            neither a model nor problems.
 
     Training with dense and with packed sequences, bfloat16, the gate, beta and norms in the kernel::
 
@@ -300,25 +300,19 @@ FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 def _check_words(problem: Any) -> None:
     """ValueError for a word that no call has: what a user spelt wrong would be warmed as something else."""
-    from kernel_fun._common import check
     from kernel_fun.cconv.call import ACTIVATIONS
-    from kernel_fun.kda.call import BETA_MODES, GATES
+    from kernel_fun.kda.call import BETA_MODES, GATES, check_bound
 
     words_of = {"gate": GATES, "beta_mode": BETA_MODES, "activation": ACTIVATIONS}
     said = [
         (name, getattr(problem, name), words) for name, words in words_of.items() if hasattr(problem, name)
     ]
-    bound, gate = getattr(problem, "lower_bound", None), getattr(problem, "gate", None)
-    is_bound = isinstance(bound, numbers.Real) and -check.FLOAT32_MAX <= float(bound) < 0
-    if bound is not None and not (gate == "bounded" and is_bound):
-        raise ValueError(
-            "`target` must hold problems whose `lower_bound` is a negative number with gate 'bounded' and "
-            f"None with others, got {bound!r} with gate {gate!r}"
-        )
     for name, given, words in (*said, *(("dtypes", d, FLOATS) for d in problem.dtypes)):
         if given not in words:
             allowed = ", ".join(map(str, words))
             raise ValueError(f"`target` must hold problems whose `{name}` is one of {allowed}, got {given!r}")
+    if hasattr(problem, "lower_bound"):
+        check_bound("lower_bound", problem.lower_bound, problem.gate)
 
 
 def calls(

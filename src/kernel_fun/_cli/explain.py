@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from kernel_fun._cli.screen import Screen
-from kernel_fun._common import check, config, device
+from kernel_fun._common import config, device
 from kernel_fun._common.plan import Plan
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def _count(text: str) -> int:
 
 def problem(args: argparse.Namespace) -> Problem:
     """The problem the flags describe; ValueError names the flag that contradicts another."""
-    from kernel_fun.kda.call import Problem
+    from kernel_fun.kda.call import Problem, check_bound
 
     HV = args.H if args.HV is None else args.HV
     if args.H < 1:
@@ -98,11 +98,7 @@ def problem(args: argparse.Namespace) -> Problem:
         raise ValueError(f"`--K` must be between 1 and 256, got {args.K}")
     if args.packed is not None and args.B != 1:
         raise ValueError(f"`--B` must be 1 with --packed, got {args.B}")
-    bound = args.lower_bound
-    if bound is not None and not (args.gate == "bounded" and -check.FLOAT32_MAX <= bound < 0):
-        raise ValueError(
-            f"`--lower-bound` must be negative in float32, with --gate bounded, got {bound} with {args.gate}"
-        )
+    check_bound("--lower-bound", args.lower_bound, args.gate)
     return Problem(
         B=args.B,
         T=args.T,
@@ -113,7 +109,7 @@ def problem(args: argparse.Namespace) -> Problem:
         N=args.packed,
         dtypes=(args.dtype,) * 5,
         gate=args.gate,
-        lower_bound=bound,
+        lower_bound=args.lower_bound,
         beta_mode=args.beta,
         l2norm=args.l2norm,
         state_v_first=args.v_first,

@@ -118,6 +118,19 @@ class Problem:
         return f"{rows} {heads} K={self.K} V={self.V} {kinds} {' '.join(flags)}"
 
 
+def check_bound(name: str, bound: Any, gate: str) -> None:
+    """A problem's lower bound: a number that a call takes with gate "bounded", None with any gate.
+
+    ContractError or ContractTypeError under the name it is given by.
+    """
+    if bound is None:
+        return
+    if gate != "bounded":
+        raise ContractError(f"`{name}` must be None with gate {gate!r}, got {bound!r}")
+    if not check.number(name, bound) < 0:
+        raise ContractError(f"`{name}` must be negative, got {bound}")
+
+
 @dataclass(frozen=True)
 class Call:
     """Validated arguments of chunk_kda. ``A_log`` and ``dt_bias`` are None unless the gate reads them."""
